@@ -1,0 +1,1 @@
+"""Engines generate turns for `run_rollouts`; the protocol is in `base`."""

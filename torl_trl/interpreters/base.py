@@ -1,0 +1,81 @@
+"""The interpreter protocol: code goes in, an `ExecutionResult` comes out of a future.
+
+Two kinds of trouble are never mixed. The model's code failed: that is an `ExecutionResult` with a status other than
+`ok`, it becomes an observation. Our service failed: that is an `InterpreterError` raised by the future, it is retried
+and counted and never shown to the model as its own mistake.
+
+    InterpreterError                 our side failed; the call may be retried
+    ├── InterpreterUnavailable       the backend cannot be reached or started
+    └── InterpreterClosed            `submit` after `close`
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Protocol, Self, runtime_checkable
+
+
+class ExecutionStatus(StrEnum):
+    """How a run of the model's code ended."""
+
+    OK = "ok"
+    """The program ended by itself with exit code 0."""
+    ERROR = "error"
+    """The program raised an exception or ended with another exit code."""
+    TIMEOUT = "timeout"
+    """The program ran longer than its wall or CPU time limit and was killed."""
+    MEMORY = "memory"
+    """The program asked for more memory than its limit."""
+    OUTPUT_LIMIT = "output_limit"
+    """The program printed more than its limit and was killed."""
+    KILLED = "killed"
+    """The program was ended by a signal that is none of the limits above."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionResult:
+    """One finished run of the model's code.
+
+    `stdout` and `stderr` hold what was printed before the end, whatever the end was. `seconds` is the wall time from
+    the start of the program to its end, `queue_seconds` the time the call waited for a free slot before that.
+    `truncated` says that output was cut at the limit.
+    """
+
+    status: ExecutionStatus
+    stdout: str
+    stderr: str
+    seconds: float
+    queue_seconds: float = 0.0
+    truncated: bool = False
+
+
+class InterpreterError(RuntimeError):
+    """The interpreter failed, not the model's code."""
+
+
+class InterpreterUnavailable(InterpreterError):
+    """The backend cannot be reached or started."""
+
+
+class InterpreterClosed(InterpreterError):
+    """`submit` was called after `close`."""
+
+
+@runtime_checkable
+class Interpreter(Protocol):
+    """Runs model-written code. `submit` never blocks; calls beyond the backend's slots wait in its queue."""
+
+    def submit(self, code: str) -> Future[ExecutionResult]:
+        """Queue `code`. The future holds an `ExecutionResult`, or raises `InterpreterError`."""
+        ...
+
+    def close(self) -> None:
+        """Kill what runs, fail what waits with `InterpreterClosed`, free everything. May be called twice."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,351 @@
+"""The rollout loop: one function for training and evaluation, and the record it returns.
+
+A rollout samples a prompt to its end. Each turn is a stretch of sampled tokens; between turns a tool call runs the
+model's code and its observation is inserted. Sampled ids are never decoded and encoded again: only the observation is
+tokenized, alone. The loop knows the engine and the interpreter only by their protocols, and needs neither torch nor
+trl.
+
+    rollouts = run_rollouts(prompt_ids, engine, interpreter, tokenizer, RolloutConfig(max_tool_calls=1))
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from torl_trl import prompts
+from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, TurnRequest
+from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
+
+logger = logging.getLogger(__name__)
+
+
+class Tokenizer(Protocol):
+    """What the loop needs of a transformers tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class StopReason(StrEnum):
+    """Why a rollout ended."""
+
+    EOS = "eos"
+    """The model ended its text."""
+    LENGTH = "length"
+    """The token budget is used up."""
+    OBSERVATION_OVERFLOW = "observation_overflow"
+    """The next observation would not have fit with room for one more token; counts as truncated."""
+    INTERPRETER_FAILED = "interpreter_failed"
+    """Our interpreter failed after its retries; the rollout has no reward and trains nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """Limits of a rollout; the paper's values are the defaults (C = 1, 3072 tokens)."""
+
+    max_tool_calls: int = 1
+    max_completion_length: int = 3072
+    max_observation_chars: int = 256
+    tool_trigger: prompts.ToolTrigger = "output_marker"
+    interpreter_retries: int = 2
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One code run that the model asked for. `code` is None for a malformed call: nothing ran, `result` is None."""
+
+    code: str | None
+    result: ExecutionResult | None = None
+    observation: str = ""
+    failures: int = 0
+    """How often the interpreter failed on this call (`InterpreterError`), retried or not."""
+
+    @property
+    def status(self) -> str:
+        """A result status, `malformed`, or `interpreter_failed`."""
+        if self.code is None:
+            return "malformed"
+        return str(self.result.status) if self.result else "interpreter_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch `completion_ids[start:end]`, sampled by the model or inserted, and its text."""
+
+    start: int
+    end: int
+    inserted: bool
+    text: str
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampling of a prompt to its end. The three lists are equally long and cover the whole completion.
+
+    `env_mask` is 1 for a model token and 0 for an inserted one; `logprobs` is 0.0 at inserted tokens. The record
+    keeps the true mask also where training is given another one (`interpreter_failed`).
+    """
+
+    index: int
+    prompt_ids: list[int]
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    env_mask: list[int] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    hallucinated_outputs: int = 0
+    """Output markers written where no call was possible: the model made up its own observation."""
+
+    @property
+    def completion(self) -> str:
+        """The whole text, observations included."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def model_texts(self) -> list[str]:
+        """The model's own text, a string per turn. Never splice these: an observation stands between them."""
+        return [segment.text for segment in self.segments if not segment.inserted]
+
+    @property
+    def interpreter_failed(self) -> bool:
+        return self.stop_reason == StopReason.INTERPRETER_FAILED
+
+    @property
+    def truncated(self) -> bool:
+        return self.stop_reason in (StopReason.LENGTH, StopReason.OBSERVATION_OVERFLOW)
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """Where the wall time of `run_rollouts` went, in seconds; adds up over calls."""
+
+    generating: float = 0.0
+    """Inside the engine."""
+    waiting: float = 0.0
+    """The engine idle because every live rollout waited for its code."""
+
+
+class RolloutInvariantError(AssertionError):
+    """A rollout broke a rule that training relies on: a bug of ours or of the engine."""
+
+
+def run_rollouts(
+    prompt_ids: Sequence[list[int]],
+    engine: Engine,
+    interpreter: Interpreter | None,
+    tokenizer: Tokenizer,
+    config: RolloutConfig,
+    *,
+    seed: int | None = None,
+    on_finished: Callable[[Rollout], None] | None = None,
+    times: PhaseTimes | None = None,
+) -> list[Rollout]:
+    """Sample every prompt to its end and return the rollouts in the order of `prompt_ids`.
+
+    With a continuous engine a rollout whose code runs leaves the engine and the others go on. With a rounds engine
+    the next round starts when all calls of this one are back, in rollout order, so that it is repeatable.
+    `on_finished` is called as each rollout ends. `interpreter` may be None with `max_tool_calls=0`.
+
+    Raises whatever the engine raises, and `RolloutInvariantError`; then nothing is left in the engine.
+    """
+    if config.max_tool_calls > 0 and interpreter is None:
+        raise ValueError(f"max_tool_calls is {config.max_tool_calls} and there is no interpreter: pass one, or 0.")
+    loop = _Loop(engine, interpreter, tokenizer, config, seed, on_finished, times or PhaseTimes())
+    try:
+        return loop.run(prompt_ids)
+    except BaseException:
+        engine.abort()
+        raise
+
+
+class _Loop:
+    """The state of one `run_rollouts` call."""
+
+    def __init__(self, engine, interpreter, tokenizer, config, seed, on_finished, times):
+        self.engine: Engine = engine
+        self.interpreter: Interpreter = interpreter
+        self.tokenizer: Tokenizer = tokenizer
+        self.config: RolloutConfig = config
+        self.seed: int | None = seed
+        self.on_finished: Callable[[Rollout], None] | None = on_finished
+        self.times: PhaseTimes = times
+        self.generating = 0  # requests in the engine
+        self.executing = 0  # calls in the interpreter
+        self.returned: queue.SimpleQueue[tuple[Rollout, Future[ExecutionResult]]] = queue.SimpleQueue()
+        self.turn_start: dict[int, int] = {}  # rollout index -> where its current turn starts in completion_ids
+
+    def run(self, prompt_ids: Sequence[list[int]]) -> list[Rollout]:
+        rollouts = [Rollout(index, list(ids)) for index, ids in enumerate(prompt_ids)]
+        for rollout in rollouts:
+            self.start_turn(rollout)
+        while self.generating or self.executing:
+            if self.generating:
+                started = time.perf_counter()
+                finished = self.engine.step()
+                self.times.generating += time.perf_counter() - started
+                if self.engine.mode == "rounds":
+                    finished = sorted(finished, key=lambda turn: turn.rollout_id)
+                for turn in finished:
+                    self.generating -= 1
+                    self.take_turn(rollouts[turn.rollout_id], turn)
+            for rollout, future in self.collect_returned():
+                self.take_result(rollout, future)
+        return rollouts
+
+    def collect_returned(self) -> list[tuple[Rollout, Future[ExecutionResult]]]:
+        """Return the calls that are back; block only when the engine has nothing to do (or waits for its round)."""
+        collected = []
+        wait_for = 0
+        if self.executing:
+            wait_for = self.executing if self.engine.mode == "rounds" else int(self.generating == 0)
+        started = time.perf_counter()
+        while len(collected) < wait_for or (self.executing and not self.returned.empty()):
+            collected.append(self.returned.get())
+            self.executing -= 1
+        if wait_for:
+            self.times.waiting += time.perf_counter() - started
+        if self.engine.mode == "rounds":
+            collected.sort(key=lambda item: item[0].index)
+        return collected
+
+    def start_turn(self, rollout: Rollout) -> None:
+        self.turn_start[rollout.index] = len(rollout.completion_ids)
+        self.request(rollout, "")
+
+    def request(self, rollout: Rollout, turn_text: str) -> None:
+        """Ask the engine to go on with the rollout's current turn, whose text so far is `turn_text`."""
+        calls_left = len(rollout.calls) < self.config.max_tool_calls
+        stop = prompts.stop_strings(self.config.tool_trigger, turn_text) if calls_left else ()
+        position = len(rollout.completion_ids)
+        seed = None if self.seed is None else hash((self.seed, rollout.index, position)) & 0x7FFFFFFF
+        self.engine.add(
+            TurnRequest(
+                rollout_id=rollout.index,
+                token_ids=rollout.prompt_ids + rollout.completion_ids,
+                max_tokens=self.config.max_completion_length - position,
+                stop=stop,
+                seed=seed,
+            )
+        )
+        self.generating += 1
+
+    def take_turn(self, rollout: Rollout, turn: FinishedTurn) -> None:
+        self.check_turn(rollout, turn)
+        rollout.completion_ids += turn.token_ids
+        rollout.logprobs += turn.logprobs
+        rollout.env_mask += [1] * len(turn.token_ids)
+        if turn.finish_reason == FinishReason.EOS:
+            self.finish(rollout, StopReason.EOS)
+            return
+        turn_text = self.decode(rollout.completion_ids[self.turn_start[rollout.index] :])
+        if turn.finish_reason == FinishReason.STOP and prompts.asks_for_output(self.config.tool_trigger, turn_text):
+            self.start_call(rollout, turn_text)
+        elif len(rollout.completion_ids) >= self.config.max_completion_length:
+            self.finish(rollout, StopReason.LENGTH)
+        else:  # the first phase of the two-phase stop, or a fence inside a line of code: the same turn goes on
+            self.request(rollout, turn_text)
+
+    def start_call(self, rollout: Rollout, turn_text: str) -> None:
+        self.close_segment(rollout, turn_text, called=True)
+        before_marker = turn_text
+        if self.config.tool_trigger == "output_marker":
+            before_marker = turn_text[: turn_text.rindex(prompts.OUTPUT_MARKER)]
+        call = ToolCall(prompts.extract_code(before_marker))
+        rollout.calls.append(call)
+        if call.code is None:
+            self.insert_observation(rollout, prompts.MALFORMED_CALL)
+        else:
+            self.submit(rollout, call.code)
+
+    def submit(self, rollout: Rollout, code: str) -> None:
+        self.executing += 1
+        try:
+            future = self.interpreter.submit(code)
+        except InterpreterError as error:
+            future = Future()
+            future.set_exception(error)
+        future.add_done_callback(lambda future: self.returned.put((rollout, future)))
+
+    def take_result(self, rollout: Rollout, future: Future[ExecutionResult]) -> None:
+        call = rollout.calls[-1]
+        try:
+            call.result = future.result()
+        except InterpreterError as error:
+            call.failures += 1
+            if call.failures <= self.config.interpreter_retries:
+                logger.warning("Interpreter failed on rollout %d, trying again: %s", rollout.index, error)
+                self.submit(rollout, call.code)
+                return
+            logger.warning("Interpreter failed on rollout %d, it gets no reward: %s", rollout.index, error)
+            self.finish(rollout, StopReason.INTERPRETER_FAILED)
+            return
+        self.insert_observation(rollout, prompts.format_observation(call.result, self.config.max_observation_chars))
+
+    def insert_observation(self, rollout: Rollout, observation: str) -> None:
+        rollout.calls[-1].observation = observation
+        text = prompts.inserted_text(self.config.tool_trigger, rollout.segments[-1].text, observation)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        start = len(rollout.completion_ids)
+        if start + len(ids) + 1 > self.config.max_completion_length:
+            self.finish(rollout, StopReason.OBSERVATION_OVERFLOW)
+            return
+        rollout.completion_ids += ids
+        rollout.logprobs += [0.0] * len(ids)
+        rollout.env_mask += [0] * len(ids)
+        rollout.segments.append(Segment(start, start + len(ids), True, text))
+        self.start_turn(rollout)
+
+    def close_segment(self, rollout: Rollout, turn_text: str, *, called: bool) -> None:
+        """Record the turn's text, if any, and count the output markers in it that are no call."""
+        start, end = self.turn_start[rollout.index], len(rollout.completion_ids)
+        if start == end:
+            return
+        rollout.segments.append(Segment(start, end, False, turn_text))
+        markers = turn_text.count(prompts.OUTPUT_MARKER)
+        is_trigger = called and self.config.tool_trigger == "output_marker"
+        rollout.hallucinated_outputs += markers - int(is_trigger)
+        self.turn_start[rollout.index] = end
+
+    def finish(self, rollout: Rollout, reason: StopReason) -> None:
+        rollout.stop_reason = reason
+        self.close_segment(rollout, self.decode(rollout.completion_ids[self.turn_start[rollout.index] :]), called=False)
+        self.check_rollout(rollout)
+        if self.on_finished is not None:
+            self.on_finished(rollout)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def check_turn(self, rollout: Rollout, turn: FinishedTurn) -> None:
+        room = self.config.max_completion_length - len(rollout.completion_ids)
+        if not 1 <= len(turn.token_ids) <= room or len(turn.token_ids) != len(turn.logprobs):
+            raise RolloutInvariantError(
+                f"Engine returned {len(turn.token_ids)} tokens and {len(turn.logprobs)} logprobs for rollout "
+                f"{rollout.index}, which has room for 1 to {room}."
+            )
+
+    def check_rollout(self, rollout: Rollout) -> None:
+        lengths = {len(rollout.completion_ids), len(rollout.logprobs), len(rollout.env_mask)}
+        covered = [position for segment in rollout.segments for position in (segment.start, segment.end)]
+        contiguous = covered[:1] == [0] and covered[-1:] == [len(rollout.completion_ids)]
+        contiguous = contiguous and all(covered[i] == covered[i + 1] for i in range(1, len(covered) - 1, 2))
+        inserted = sum(segment.end - segment.start for segment in rollout.segments if segment.inserted)
+        if (
+            len(lengths) != 1
+            or not 1 <= len(rollout.completion_ids) <= self.config.max_completion_length
+            or not contiguous
+            or inserted != rollout.env_mask.count(0)
+            or len(rollout.calls) > self.config.max_tool_calls
+        ):
+            raise RolloutInvariantError(
+                f"Rollout {rollout.index} is inconsistent: {lengths} ids, logprobs and mask of at most "
+                f"{self.config.max_completion_length}, segments at {covered}, {inserted} inserted tokens, "
+                f"{rollout.env_mask.count(0)} masked, {len(rollout.calls)} calls of {self.config.max_tool_calls}."
+            )
