@@ -15,11 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torl_trl import prompts
 from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, TurnRequest
 from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
+
+if TYPE_CHECKING:
+    from torl_trl.grading import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,8 @@ class Rollout:
     stop_reason: StopReason | None = None
     hallucinated_outputs: int = 0
     """Output markers written where no call was possible: the model made up its own observation."""
+    verdict: "Verdict | None" = None
+    """The grader's word on the finished text; None until it is graded, and for `interpreter_failed`."""
 
     @property
     def completion(self) -> str:
@@ -315,7 +320,10 @@ class _Loop:
 
     def finish(self, rollout: Rollout, reason: StopReason) -> None:
         rollout.stop_reason = reason
-        self.close_segment(rollout, self.decode(rollout.completion_ids[self.turn_start[rollout.index] :]), called=False)
+        turn_ids = rollout.completion_ids[self.turn_start[rollout.index] :]
+        if reason == StopReason.EOS:  # the token belongs to the segment, its name does not belong to the text
+            turn_ids = turn_ids[:-1]
+        self.close_segment(rollout, self.decode(turn_ids), called=False)
         self.check_rollout(rollout)
         if self.on_finished is not None:
             self.on_finished(rollout)
