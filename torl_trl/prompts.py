@@ -149,7 +149,7 @@ def shorten(text: str, max_chars: int) -> str:
         return text
     room = max_chars - 3
     head = (room + 1) // 2
-    return f"{text[:head]}...{text[len(text) - (room - head):]}"
+    return f"{text[:head]}...{text[len(text) - (room - head) :]}"
 
 
 def inserted_text(trigger: ToolTrigger, turn_text: str, observation: str) -> str:

@@ -15,24 +15,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torl_trl import prompts
-from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, TurnRequest
+from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, Tokenizer, TurnRequest
 from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
 
 if TYPE_CHECKING:
     from torl_trl.grading import Verdict
 
 logger = logging.getLogger(__name__)
-
-
-class Tokenizer(Protocol):
-    """What the loop needs of a transformers tokenizer."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
 
 class StopReason(StrEnum):
