@@ -1,0 +1,176 @@
+"""Rollouts on disk: one parquet file a step, with a schema version.
+
+Each rank turns its rollouts into plain rows (`rollout_row`), rank 0 gathers and writes them (`write_rollouts`):
+
+    rollouts/step_000010.parquet         training, the step's number in six digits
+    rollouts/eval_step_000010.parquet    evaluation at that step
+
+Ids, reward and other small facts are there at every step. The heavy columns (prompt, completion, ids, mask, calls)
+are null unless the row is `full`.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from torl_trl.rollout import Rollout, ToolCall
+
+SCHEMA_VERSION = 1
+"""Raised when a column changes its name, type or meaning; a new column alone does not raise it."""
+
+_VERSION_KEY = b"torl_trl.schema_version"
+
+_CALL = pa.struct(
+    [
+        ("code", pa.string()),  # null for a malformed call
+        ("observation", pa.string()),
+        ("status", pa.string()),
+        ("seconds", pa.float64()),  # null when nothing was executed, like the next
+        ("queue_seconds", pa.float64()),
+        ("failures", pa.int32()),
+    ]
+)
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("epoch", pa.float64()),
+        ("split", pa.string()),
+        ("problem_id", pa.string()),
+        ("group_id", pa.int64()),
+        ("generation_index", pa.int32()),
+        ("rank", pa.int32()),
+        ("full", pa.bool_()),
+        ("prompt", pa.string()),
+        ("solution", pa.string()),
+        ("completion", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("env_mask", pa.list_(pa.int8())),
+        ("calls", pa.list_(_CALL)),
+        ("reward", pa.float64()),  # the weighted total; null where the rollout has none
+        ("rewards", pa.map_(pa.string(), pa.float64())),  # by reward function
+        ("correct", pa.bool_()),
+        ("reason", pa.string()),  # the grader's
+        ("extracted", pa.string()),
+        ("advantage", pa.float64()),
+        ("stop_reason", pa.string()),
+        ("engine", pa.string()),
+        ("seed", pa.int64()),
+    ],
+    metadata={_VERSION_KEY: str(SCHEMA_VERSION).encode()},
+)
+
+
+def rollout_row(
+    rollout: Rollout,
+    *,
+    step: int,
+    epoch: float | None,
+    split: str,
+    problem_id: str,
+    group_id: int,
+    generation_index: int,
+    rank: int,
+    prompt: str,
+    solution: str,
+    reward: float | None,
+    rewards: Mapping[str, float | None],
+    advantage: float | None,
+    engine: str,
+    seed: int | None,
+    full: bool,
+) -> dict[str, Any]:
+    """Return the row of one rollout: plain picklable values under the names of `SCHEMA`.
+
+    `split` is "train" or "eval", `group_id` and `generation_index` the place of the rollout in its step, `rewards`
+    holds each reward function's value. A reward or advantage that is NaN becomes null.
+    """
+    verdict = rollout.verdict
+    row = {
+        "step": step,
+        "epoch": epoch,
+        "split": split,
+        "problem_id": problem_id,
+        "group_id": group_id,
+        "generation_index": generation_index,
+        "rank": rank,
+        "full": full,
+        "solution": solution,
+        "reward": _number(reward),
+        "rewards": {name: _number(value) for name, value in rewards.items()},
+        "correct": None if verdict is None else bool(verdict.correct),
+        "reason": None if verdict is None or verdict.reason is None else str(verdict.reason),
+        "extracted": None if verdict is None or verdict.extracted is None else str(verdict.extracted),
+        "advantage": _number(advantage),
+        "stop_reason": None if rollout.stop_reason is None else str(rollout.stop_reason),
+        "engine": engine,
+        "seed": seed,
+    }
+    if full:
+        row |= {
+            "prompt": prompt,
+            "completion": rollout.completion,
+            "prompt_ids": list(rollout.prompt_ids),
+            "completion_ids": list(rollout.completion_ids),
+            "env_mask": list(rollout.env_mask),
+            "calls": [_call(call) for call in rollout.calls],
+        }
+    return {name: row.get(name) for name in SCHEMA.names}
+
+
+def rollouts_path(run_folder: Path, step: int, split: str) -> Path:
+    """Return where the rollouts of a step belong."""
+    prefix = "" if split == "train" else f"{split}_"
+    return run_folder / "rollouts" / f"{prefix}step_{step:06d}.parquet"
+
+
+def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows of `rollout_row` to `path`; a reader sees the whole file or none (written aside, then renamed).
+
+    Raises pyarrow's `ArrowInvalid` or `ArrowTypeError` on a value that does not fit its column.
+    """
+    columns = []
+    for column in SCHEMA:
+        values = [row[column.name] for row in rows]
+        if pa.types.is_map(column.type):
+            values = [list(value.items()) for value in values]
+        columns.append(pa.array(values, column.type))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), aside, compression="zstd")
+    os.replace(aside, path)
+
+
+def read_rollouts(path: Path) -> pa.Table:
+    """Read a file of rollouts. Raises `ValueError` if it is none, or of a newer schema than this package knows."""
+    table = pq.read_table(path, partitioning=None)
+    version = (table.schema.metadata or {}).get(_VERSION_KEY)
+    if version is None:
+        raise ValueError(f"{str(path)!r} is not a file of rollouts: it names no schema version.")
+    if int(version) > SCHEMA_VERSION:
+        raise ValueError(
+            f"{str(path)!r} has rollouts of schema version {int(version)}, this package reads up to {SCHEMA_VERSION}: "
+            "update torl-trl."
+        )
+    return table
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "code": call.code,
+        "observation": call.observation,
+        "status": call.status,
+        "seconds": call.result.seconds if call.result else None,
+        "queue_seconds": call.result.queue_seconds if call.result else None,
+        "failures": call.failures,
+    }
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else float(value)

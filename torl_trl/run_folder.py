@@ -1,0 +1,127 @@
+"""A run's folder (`output_dir`): its files, the resolved configuration, and reading its metrics.
+
+config.yaml       every option of the run after defaults, YAML file and command line
+metrics.jsonl     one JSON object a line: step, split ("train", "eval" or "summary"), epoch, then metrics
+rollouts/         parquet files, see `torl_trl.records`
+curves.png        see `torl_trl.curves`
+checkpoint-N/     written by transformers
+"""
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIG_NAME = "config.yaml"
+METRICS_NAME = "metrics.jsonl"
+CURVES_NAME = "curves.png"
+
+_SECRET = re.compile(r"(^|_)(token|api_?key|access_key|secret|secret_key|private_key|password|credentials)$")
+_SPECIAL_TOKEN = re.compile(r"(^|_)(eos|bos|pad|unk|cls|sep|mask)_token$")
+_USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
+
+
+def write_config(run_folder: Path, *parts: Any, leave_out: Collection[str] = ()) -> Path:
+    """Write the options of all `parts` (dataclass instances or mappings), flat and sorted, as the run's config.yaml.
+
+    Values become plain YAML (enums their value, paths and dtypes their text). Secrets, by the name of their key, are
+    left out and named in the first line, so that the file can be shared, and used as a `--config` again; passwords
+    inside URLs are cut out. `leave_out` names options that must not be given again.
+
+    Raises `TypeError` on a value that is not plain, `ValueError` when two parts disagree on an option.
+    """
+    options: dict[str, Any] = {}
+    for part in parts:
+        for name, value in _options(part).items():
+            if name in leave_out:
+                continue
+            if name in options and options[name] != value:
+                raise ValueError(
+                    f"Option {name!r} is {options[name]!r} in one part of the configuration and {value!r} in another: "
+                    "give it once."
+                )
+            options[name] = value
+    secrets: list[str] = []
+    plain = _plain_mapping(options, "", secrets)
+    header = "# The resolved configuration of this run.\n"
+    if secrets:
+        header = f"{header[:-1]} Left out as secret: {', '.join(sorted(secrets))}.\n"
+    path = run_folder / CONFIG_NAME
+    write_atomically(path, header + yaml.safe_dump(plain, sort_keys=True, allow_unicode=True, width=120))
+    return path
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl. A half-written last line (no newline yet) is ignored.
+
+    Raises `FileNotFoundError` without the file, `ValueError` on any other line that is not a JSON object.
+    """
+    path = run_folder / METRICS_NAME
+    complete = path.read_text(encoding="utf-8").split("\n")[:-1]
+    lines = []
+    for number, text in enumerate(complete, start=1):
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{str(path)!r}, line {number}, is not JSON ({error}): mend or remove it.") from error
+        if not isinstance(line, dict):
+            raise ValueError(f"{str(path)!r}, line {number}, is {text!r}, not a JSON object: mend or remove it.")
+        lines.append(line)
+    return lines
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small text file so that a reader sees the old or the new content, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+def _options(part: Any) -> dict[str, Any]:
+    if is_dataclass(part) and not isinstance(part, type):
+        return {field.name: getattr(part, field.name) for field in fields(part) if field.init}
+    if isinstance(part, Mapping):
+        return dict(part)
+    raise TypeError(f"{part!r} is no configuration: pass a dataclass instance or a mapping.")
+
+
+def _plain_mapping(options: Mapping[str, Any], parent: str, secrets: list[str]) -> dict[str, Any]:
+    plain = {}
+    for key, value in options.items():
+        place = f"{parent}{key}"
+        if isinstance(value, str) and value and _is_secret(str(key)):
+            secrets.append(place)
+        else:
+            plain[key] = _plain(value, place, secrets)
+    return plain
+
+
+def _is_secret(key: str) -> bool:
+    return bool(_SECRET.search(key.lower())) and not _SPECIAL_TOKEN.search(key.lower())
+
+
+def _plain(value: Any, place: str, secrets: list[str]) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value, place, secrets)
+    if isinstance(value, str):
+        return _USER_INFO.sub("", str(value))
+    if value is None or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, os.PathLike) or type(value).__module__ == "torch":  # a torch.dtype, known without torch
+        return str(value).removeprefix("torch.")
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain_mapping(_options(value), f"{place}.", secrets)
+    if isinstance(value, Mapping):
+        return _plain_mapping(value, f"{place}.", secrets)
+    if isinstance(value, set | frozenset):
+        return sorted(_plain(item, place, secrets) for item in value)
+    if isinstance(value, list | tuple):
+        return [_plain(item, place, secrets) for item in value]
+    raise TypeError(f"Option {place!r} is {value!r}, which YAML cannot hold: use plain values.")
