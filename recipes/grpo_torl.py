@@ -1,0 +1,101 @@
+"""Train a model with ToRL.
+
+    accelerate launch recipes/grpo_torl.py --config tiny.yaml [--key value ...]
+
+The YAML is found in the working directory or beside this script; every key can be overridden. The run's folder
+(`output_dir`) gets config.yaml, metrics.jsonl, rollouts/, curves.png and the checkpoints.
+"""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from transformers import AutoTokenizer, set_seed
+from trl import get_peft_config
+
+from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
+from torl_trl.command_line import loading, parse_arguments, run_main
+from torl_trl.config import share_of_rank
+from torl_trl.console import StepLines, log_summary
+from torl_trl.curves import draw_curves
+from torl_trl.data import load_problems
+from torl_trl.grading import Grader
+from torl_trl.metrics_file import MetricsFile
+from torl_trl.prompts import load_template
+from torl_trl.run_folder import write_config
+
+
+def main() -> None:
+    script_args, args, model_args = parse_arguments(sys.argv[1:], Path(__file__).parent)
+    set_seed(args.seed)
+    run_folder = Path(args.output_dir)
+    model_name = model_args.model_name_or_path
+
+    with ExitStack() as resources:
+        # What can fail at once comes before what takes long.
+        template = load_template(script_args.prompt_template)
+        interpreter = None
+        if args.max_tool_calls > 0:
+            options = share_of_rank(args.interpreter_options, "slots")
+            interpreter = resources.enter_context(get_interpreter(args.interpreter, **options))
+        grader = resources.enter_context(Grader(**share_of_rank({"num_workers": args.grading_workers}, "num_workers")))
+        with loading("tokenizer", model_name):
+            tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision)
+
+        def problems(name: str, split: str, limit: int | None):
+            return load_problems(
+                name,
+                split=split,
+                problem_column=script_args.problem_column,
+                answer_column=script_args.answer_column,
+                template=template,
+                tokenizer=tokenizer,
+                max_prompt_length=script_args.max_prompt_length,
+                grader=grader,
+                max_problems=limit,
+            )
+
+        train_dataset = problems(
+            script_args.dataset_name, script_args.dataset_train_split, script_args.max_train_problems
+        )
+        eval_dataset = None
+        if args.eval_strategy != "no" or args.eval_on_start:
+            eval_name = script_args.eval_dataset_name or script_args.dataset_name
+            eval_dataset = problems(eval_name, script_args.dataset_test_split, script_args.max_eval_problems)
+
+        reward_funcs = [AccuracyReward(grader, grade_text=args.grade_text)]
+        if args.executability_penalty:
+            reward_funcs.append(ExecutabilityPenalty(scope=args.penalty_scope))
+
+        args.model_init_kwargs = {
+            "revision": model_args.model_revision,
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype,
+            **(args.model_init_kwargs or {}),
+        }
+        with loading("model", model_name):
+            trainer = ToRLTrainer(
+                model=model_name,
+                reward_funcs=reward_funcs,
+                interpreter=interpreter,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=tokenizer,
+                callbacks=[MetricsFile(run_folder), StepLines()],
+                peft_config=get_peft_config(model_args),
+            )
+        if trainer.is_world_process_zero():
+            write_config(run_folder, script_args, args, model_args)
+
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+
+        if args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        if trainer.is_world_process_zero():
+            draw_curves(run_folder)
+            log_summary(run_folder)
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,135 @@
+"""Command line of the launch scripts: a YAML per run, every key overridable, one sentence per user error."""
+
+import contextlib
+import difflib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from trl import ModelConfig, TrlParser
+
+from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.errors import UserError
+
+LOCAL_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "prompt_template")
+"""Keys whose value may be a path relative to the YAML's folder."""
+
+
+class _Parser(TrlParser):
+    """TRL's parser, with one sentence instead of pages of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[:1].upper()}{message[1:]}: correct it in the YAML or on the command line.")
+
+
+def parse_arguments(
+    arguments: Sequence[str], recipes: Path
+) -> tuple[ToRLScriptArguments, ToRLConfig, ModelConfig]:
+    """Parse `--config NAME.yaml [--key value ...]`. A relative config is looked up here, then in `recipes`.
+
+    Raises `UserError` for a missing or unreadable file, an unknown key, or an impossible value.
+    """
+    parser = _Parser((ToRLScriptArguments, ToRLConfig, ModelConfig))
+    arguments = _split_equals(arguments)
+    config_path = None
+    if "--config" in arguments:
+        config_path, position = _find_config(arguments, recipes), arguments.index("--config")
+        arguments[position + 1] = str(config_path)
+        _check_keys(parser, config_path)
+    _check_flags(parser, arguments)
+    try:
+        script_args, training_args, model_args = parser.parse_args_and_config(arguments)
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:  # the checks of TRL's and transformers' own dataclasses
+        raise UserError(f"{' '.join(str(error).split())}") from error
+    if config_path is not None:
+        for parsed in (script_args, model_args):
+            _resolve_paths(parsed, config_path.parent)
+    if not model_args.model_name_or_path:
+        raise UserError("model_name_or_path is missing: give a model folder or a Hub id.")
+    return script_args, training_args, model_args
+
+
+@contextlib.contextmanager
+def loading(what: str, name: str) -> Iterator[None]:
+    """Turn the errors of a missing or broken model folder or Hub id into a `UserError`."""
+    try:
+        yield
+    except OSError as error:  # transformers' and huggingface_hub's errors for files and connections are OSErrors
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise UserError(
+            f"The {what} {name!r} cannot be loaded ({reason}): give a model folder or a Hub id that can be reached."
+        ) from error
+
+
+def run_main(main: Callable[[], None]) -> NoReturn:
+    """Run a script's `main`; a `UserError` becomes its sentence on stderr and exit code 2."""
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("torl_trl").setLevel(logging.INFO)
+    try:
+        main()
+    except UserError as error:
+        sys.stderr.write(f"Error: {error}\n")
+        sys.exit(2)
+    sys.exit(0)
+
+
+def _split_equals(arguments: Sequence[str]) -> list[str]:
+    """`--key=value` to two words, since TRL's parser knows `--config file` only."""
+    words: list[str] = []
+    for word in arguments:
+        if word.startswith("--") and "=" in word:
+            words += word.split("=", 1)
+        else:
+            words.append(word)
+    return words
+
+
+def _find_config(arguments: list[str], recipes: Path) -> Path:
+    position = arguments.index("--config") + 1
+    if position >= len(arguments):
+        raise UserError("--config has no value: name a YAML file, such as tiny.yaml.")
+    name = arguments[position]
+    for path in (Path(name), recipes / name):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.name for path in recipes.glob("*.yaml"))) or "none"
+    raise UserError(f"--config {name!r} is neither here nor in {recipes.name}/ (which has {known}): name a YAML file.")
+
+
+def _check_keys(parser: _Parser, path: Path) -> None:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path.name} is not valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path.name} holds a {type(config).__name__}: write one `key: value` per line.")
+    known = {action.dest for action in parser._actions} | {"env"}
+    for key in config:
+        if key not in known:
+            raise UserError(f"{path.name} has the unknown key {key!r}{_suggestion(str(key), known)}.")
+
+
+def _check_flags(parser: _Parser, arguments: list[str]) -> None:
+    known = set(parser._option_string_actions) | {"--config"}
+    for word in arguments:
+        if word.startswith("--") and word not in known:
+            raise UserError(f"Unknown option {word!r}{_suggestion(word, known)}.")
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]!r}?" if close else ": remove it"
+
+
+def _resolve_paths(parsed: Any, folder: Path) -> None:
+    for name in LOCAL_PATHS:
+        value = getattr(parsed, name, None)
+        if isinstance(value, str) and value and "\n" not in value and len(value) < 1024:
+            beside = folder / value
+            if not Path(value).exists() and beside.exists():
+                setattr(parsed, name, str(beside))

@@ -1,0 +1,85 @@
+"""What a run says on the terminal: one line a step, and a short summary at the end."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainingArguments
+
+from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, read_metrics
+
+logger = logging.getLogger(__name__)
+
+STEP_METRICS = {
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "tools/code_ratio": "code",
+    "tools/pass_ratio": "passed",
+    "tools/call_frequency": "calls",
+    "completions/mean_length": "tokens",
+    "step_time": "seconds",
+}
+"""Metrics of a step line, and what they are called there."""
+
+SUMMARY_METRICS = {
+    "accuracy": "accuracy",
+    "tools/code_ratio": "completions with code",
+    "tools/pass_ratio": "executed code that ran",
+    "tools/executed_code_ratio": "code that was executed",
+    "tools/accuracy_with_code": "accuracy where code was executed",
+    "tools/call_frequency": "calls per completion",
+}
+"""Metrics of the summary, and what they are called there."""
+
+
+class StepLines(TrainerCallback):
+    """Replaces transformers' progress bar and its dump of all metrics by one line a log, on the main process."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+        shown = [
+            f"{label} {logs[prefix + name]:.2f}"
+            for name, label in STEP_METRICS.items()
+            if isinstance(logs.get(prefix + name), float)
+        ]
+        logger.info("%s %d/%d  %s", "eval" if prefix else "step", state.global_step, state.max_steps, "  ".join(shown))
+
+
+def remove_bars(trainer: Any) -> None:
+    """Take transformers' own terminal output off a trainer."""
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+
+
+def log_summary(run_folder: Path) -> None:
+    """Say what was learnt, first evaluation beside last, and where everything lies."""
+    lines = read_metrics(run_folder)
+    split = "eval" if any(line["split"] == "eval" for line in lines) else "train"
+    measured = [line for line in lines if line["split"] == split]
+    first, last = measured[0], measured[-1]
+    logger.info("")
+    logger.info("%-34s %10s %10s", "held-out problems" if split == "eval" else "training", *(
+        f"step {line['step']}" for line in (first, last)
+    ))
+    for name, label in SUMMARY_METRICS.items():
+        values = [f"{line[name]:.2f}" if line.get(name) is not None else "-" for line in (first, last)]
+        logger.info("%-34s %10s %10s", label, *values)
+    logger.info("")
+    checkpoints = sorted(run_folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    for label, path in (
+        ("figure", run_folder / CURVES_NAME),
+        ("metrics", run_folder / METRICS_NAME),
+        ("rollouts", run_folder / "rollouts"),
+        *((("checkpoint", checkpoints[-1]),) if checkpoints else ()),
+    ):
+        logger.info("%-12s %s", label, path)

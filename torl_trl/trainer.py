@@ -1,0 +1,294 @@
+"""ToRLTrainer: TRL's GRPOTrainer with rollouts that use an interpreter.
+
+The seam is TRL's `rollout_func` plus a thin wrapper that sees the dataset columns going in and the advantages coming
+out. Everything about a rollout lies in `torl_trl.rollout`; everything about the loss lies in TRL.
+"""
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from torl_trl.config import ToRLConfig
+from torl_trl.engines.transformers import Sampling, TransformersEngine
+from torl_trl.errors import UserError
+from torl_trl.interpreters.base import Interpreter
+from torl_trl.metrics import Ratio, metric_values, rollout_metrics
+from torl_trl.records import rollout_row, rollouts_path, write_rollouts
+from torl_trl.rewards import AccuracyReward
+from torl_trl.rollout import PhaseTimes, Rollout, run_rollouts
+
+HALF_PRECISION_MIN_LR = 1e-5
+"""Pure half-precision AdamW at lr 1e-6 leaves 98 % of the weights where they were (measured)."""
+
+
+class ToRLTrainer(GRPOTrainer):
+    """GRPO with tool-integrated rollouts.
+
+    Args:
+        model: a model folder, a Hub id, or a model.
+        reward_funcs: reward functions in TRL's signature; they get the records as the keyword `rollouts`.
+        interpreter: runs the model's code; None only with `max_tool_calls: 0`. The caller closes it.
+        args: the run's configuration.
+        train_dataset, eval_dataset: columns `prompt` (text), `solution`, `problem_id`, as `torl_trl.data` makes them.
+
+    Raises `UserError` for settings that cannot work.
+    """
+
+    args: ToRLConfig
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Sequence[Callable[..., list[float | None]]],
+        interpreter: Interpreter | None,
+        args: ToRLConfig,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        peft_config: Any = None,
+    ):
+        self._interpreter = interpreter
+        self._inputs: list[dict[str, Any]] = []
+        self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
+        self._ratios: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
+        self._scoring_seconds = 0.0
+        self._training_seconds = Ratio()
+        self._eval_rows: list[dict[str, Any]] = []
+        super().__init__(
+            model=model,
+            reward_funcs=list(reward_funcs),
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            peft_config=peft_config,
+            rollout_func=_rollout_func,
+        )
+        self._accuracy_rewards = [function for function in self.reward_funcs if isinstance(function, AccuracyReward)]
+        self._check_setup()
+        self._generation_copy = _GenerationCopy(self, args.generation_dtype) if args.generation_dtype else None
+        self._engine = TransformersEngine(
+            self.accelerator.unwrap_model(self.model),
+            self.processing_class,
+            self._sampling("train"),
+            eos_token_ids=list(self.eos_token_ids),
+        )
+
+    # --- rollouts -----------------------------------------------------------------------------------------------
+
+    def rollout(self, prompts: list[str]) -> dict[str, list]:
+        """Sample this rank's prompts, already repeated `num_generations` times; TRL's `rollout_func` contract."""
+        inputs, times = self._inputs, PhaseTimes()
+        prompt_ids = self.processing_class(text=prompts)["input_ids"]
+
+        def start_grading(rollout: Rollout) -> None:
+            for function in self._accuracy_rewards:
+                function.start(rollout, inputs[rollout.index]["solution"])
+
+        with self._generating_model() as model:
+            self._engine.model = model
+            self._engine.sampling = self._sampling(self._mode)
+            rollouts = run_rollouts(
+                prompt_ids,
+                self._engine,
+                self._interpreter,
+                self.processing_class,
+                self.args.rollout_config(),
+                seed=self.args.seed + self.state.global_step,
+                on_finished=start_grading,
+                times=times,
+            )
+        self._add_ratios({"time/generating": Ratio(times.generating, 1), "time/waiting": Ratio(times.waiting, 1)})
+        return {
+            "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in rollouts],
+            "logprobs": [rollout.logprobs for rollout in rollouts],
+            "env_mask": [_training_mask(rollout) for rollout in rollouts],
+            "rollouts": rollouts,
+        }
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _sampling(self, mode: str) -> Sampling:
+        return Sampling(
+            temperature=self.temperature if mode == "train" else self.args.eval_temperature,
+            top_p=self.args.top_p,
+            top_k=self.args.top_k or 0,
+            min_p=self.args.min_p,
+            repetition_penalty=self.args.repetition_penalty,
+        )
+
+    @contextlib.contextmanager
+    def _generating_model(self) -> Iterator[PreTrainedModel]:
+        """The model that generates: the trained one, whole on this rank, or its half-precision copy."""
+        if self._generation_copy is not None:
+            yield self._generation_copy.refreshed()
+            return
+        with unwrap_model_for_generation(
+            self.model_wrapped,
+            self.accelerator,
+            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
+        ) as model:
+            yield model
+
+    # --- the wrapper around TRL's step ----------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        started, scoring = time.perf_counter(), self._scoring_seconds
+        loss = super().training_step(*args, **kwargs)
+        scoring = self._scoring_seconds - scoring
+        steps = int(self.accelerator.sync_gradients)  # seconds of all micro-steps, per optimizer step
+        self._training_seconds += Ratio(time.perf_counter() - started - scoring, steps)
+        return loss
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        started = time.perf_counter()
+        self._inputs = inputs
+        output = super()._generate_and_score_completions(inputs)
+        self._record(inputs, output["advantages"])
+        self._inputs = []
+        self._scoring_seconds += time.perf_counter() - started
+        return output
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        self._add_ratios({"time/grading": Ratio(time.perf_counter() - started, 1)})
+        return self._rewards
+
+    def _record(self, inputs: list[dict[str, Any]], advantages: torch.Tensor) -> None:
+        """Add up metrics over ranks and write the rollouts of this generation batch."""
+        mode = self._mode
+        rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
+        executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
+        self._add_ratios(rollout_metrics(rollouts) | {"time/executing": Ratio(executing, 1)}, reduce=True)
+        offset = self.accelerator.process_index * len(inputs)
+        local = self._rewards[offset : offset + len(inputs)]  # (rows of this rank, reward functions); NaN is None
+        rewards = local.tolist()
+        unscorable = local.isnan().all(dim=1)
+        totals = (local * self.reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan).tolist()
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        step = self.state.global_step + (mode == "train")  # the step that these rollouts train
+        full = mode == "eval" or step % self.args.save_rollouts_every == 0 or step == 1
+        rows = [
+            rollout_row(
+                rollout,
+                full=full,
+                step=step,
+                epoch=float(self.state.epoch or 0.0),
+                split=mode,
+                problem_id=row["problem_id"],
+                group_id=(offset + position) // group_size,
+                generation_index=(offset + position) % group_size,
+                rank=self.accelerator.process_index,
+                prompt=row["prompt"],
+                solution=row["solution"],
+                reward=totals[position],
+                rewards=dict(zip(self.reward_func_names, rewards[position], strict=True)),
+                advantage=advantages[position].item(),
+                engine="transformers",
+                seed=self.args.seed,
+            )
+            for position, row in enumerate(inputs)
+        ]
+        if self.accelerator.num_processes > 1:
+            rows = gather_object(rows)
+        if self.accelerator.is_main_process:
+            if mode == "train":
+                write_rollouts(rollouts_path(Path(self.args.output_dir), step, mode), rows)
+            else:  # an evaluation comes in several batches and ends in `log`
+                self._eval_rows += rows
+
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    def _add_ratios(self, ratios: dict[str, Ratio], *, reduce: bool = False) -> None:
+        """Add to the sums that `log` divides; with `reduce`, summed over ranks first (a collective call)."""
+        if reduce and self.accelerator.num_processes > 1:
+            pairs = [[ratio.numerator, ratio.denominator] for ratio in ratios.values()]
+            pairs = torch.tensor(pairs, dtype=torch.float64, device=self.accelerator.device)
+            pairs = self.accelerator.reduce(pairs, reduction="sum").tolist()
+            ratios = {name: Ratio(*pair) for name, pair in zip(ratios, pairs, strict=True)}
+        sums = self._ratios[self._mode]
+        for name, ratio in ratios.items():
+            sums[name] = sums[name] + ratio if name in sums else ratio
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = self._mode
+        prefix = "eval_" if mode == "eval" else ""
+        sums = self._ratios[mode]
+        if mode == "train" and self._training_seconds.denominator:
+            sums["time/training"] = self._training_seconds
+            self._training_seconds = Ratio()
+        logs.update({prefix + name: value for name, value in metric_values(sums).items()})
+        sums.clear()
+        super().log(logs, start_time)
+        if self._eval_rows:
+            write_rollouts(rollouts_path(Path(self.args.output_dir), self.state.global_step, mode), self._eval_rows)
+            self._eval_rows = []
+
+    # --- checks ---------------------------------------------------------------------------------------------------
+
+    def _check_setup(self) -> None:
+        if self.args.max_tool_calls > 0 and self._interpreter is None:
+            raise UserError(
+                f"max_tool_calls is {self.args.max_tool_calls} and there is no interpreter: pass one, or set it to 0."
+            )
+        if not self._accuracy_rewards:
+            raise UserError("No AccuracyReward is among the reward functions: add one, metrics need its verdicts.")
+        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and not self.args.ds3_gather_for_generation):
+            raise UserError(
+                "The transformers engine needs the whole model on each process while ranks generate different numbers "
+                "of turns: use DDP or ZeRO, with ds3_gather_for_generation: true."
+            )
+        half = {name for name, p in self.model.named_parameters() if p.requires_grad and p.element_size() < 4}
+        if half and not self.is_deepspeed_enabled and self.args.learning_rate < HALF_PRECISION_MIN_LR:
+            raise UserError(
+                f"dtype is half precision and learning_rate is {self.args.learning_rate}, so that most updates round "
+                f"to nothing: set dtype: float32 (with bf16: true for speed), or a learning rate of at least "
+                f"{HALF_PRECISION_MIN_LR}."
+            )
+
+
+def _rollout_func(prompts: list[str], trainer: ToRLTrainer) -> dict[str, list]:
+    return trainer.rollout(prompts)
+
+
+def _training_mask(rollout: Rollout) -> list[int]:
+    """The mask TRL trains with: all zero where our interpreter failed, so that no token counts anywhere."""
+    return [0] * len(rollout.env_mask) if rollout.interpreter_failed else rollout.env_mask
+
+
+class _GenerationCopy:
+    """A half-precision copy of the trained weights that only generates; refreshed when the step has changed."""
+
+    def __init__(self, trainer: ToRLTrainer, dtype: str):
+        source = trainer.accelerator.unwrap_model(trainer.model)
+        if not isinstance(source, PreTrainedModel) or trainer.is_deepspeed_enabled:
+            raise UserError(
+                f"generation_dtype is {dtype!r} with LoRA or DeepSpeed, which it does not support: remove it."
+            )
+        self._trainer, self._source, self._step = trainer, source, -1
+        self._model = type(source)(source.config).to(device=source.device, dtype=getattr(torch, dtype)).eval()
+
+    @torch.no_grad()
+    def refreshed(self) -> PreTrainedModel:
+        if self._step != self._trainer.state.global_step:
+            for target, weights in zip(self._model.parameters(), self._source.parameters(), strict=True):
+                target.copy_(weights)
+            self._step = self._trainer.state.global_step
+        return self._model
