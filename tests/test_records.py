@@ -133,7 +133,7 @@ def test_a_write_that_fails_keeps_the_old_file(tmp_path):
 def test_a_newer_schema_and_a_foreign_file_are_refused(tmp_path):
     newer = SCHEMA.with_metadata({b"torl_trl.schema_version": b"99"})
     pq.write_table(newer.empty_table(), tmp_path / "newer.parquet")
-    with pytest.raises(ValueError, match="schema version 99.*update"):
+    with pytest.raises(ValueError, match=r"schema version 99.*update"):
         read_rollouts(tmp_path / "newer.parquet")
     pq.write_table(pa.table({"a": [1]}), tmp_path / "foreign.parquet")
     with pytest.raises(ValueError, match="not a file of rollouts"):

@@ -1,8 +1,8 @@
 """Metrics of rollouts, as pairs of numerator and denominator that add up over ranks and logging steps.
 
-    totals = rollout_metrics(rollouts)                     # on each rank, at each step
-    totals = add_metrics(totals, unpack_metrics(reduced))  # sums of the same keys in the same order, on every rank
-    logs = metric_values(totals)                           # only now divided; empty ratios are left out
+    totals = rollout_metrics(rollouts)    # on each rank, at each step: the same names in the same order
+    ...                                   # the caller adds up the pairs of each name
+    logs = metric_values(totals)          # only now divided; empty ratios are left out
 
 The first six are the curves of the paper's Figure 5 (definitions in its section 3.3.1). A *block* is a complete
 ```python block in the model's own text; a call is *executed* when the interpreter gave back a result, whatever its
@@ -64,11 +64,6 @@ class Ratio:
     def __add__(self, other: "Ratio") -> "Ratio":
         return Ratio(self.numerator + other.numerator, self.denominator + other.denominator)
 
-    @property
-    def value(self) -> float | None:
-        """The quotient, None when the ratio is empty (denominator 0)."""
-        return self.numerator / self.denominator if self.denominator else None
-
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Ratio]:
     """Measure finished, graded rollouts; the keys are `METRIC_NAMES`, also without any rollout.
@@ -80,23 +75,6 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Ratio]:
         for name, ratio in _measure(rollout).items():
             totals[name] += ratio
     return totals
-
-
-def add_metrics(first: Mapping[str, Ratio], second: Mapping[str, Ratio]) -> dict[str, Ratio]:
-    """Add two measurements, of two ranks or two steps."""
-    return {name: first[name] + second[name] for name in METRIC_NAMES}
-
-
-def pack_metrics(metrics: Mapping[str, Ratio]) -> list[float]:
-    """Lay the pairs out as one flat list of `2 * len(METRIC_NAMES)` floats, for an all-reduce (use float64)."""
-    return [float(part) for name in METRIC_NAMES for part in (metrics[name].numerator, metrics[name].denominator)]
-
-
-def unpack_metrics(values: Sequence[float]) -> dict[str, Ratio]:
-    """Undo `pack_metrics`."""
-    if len(values) != 2 * len(METRIC_NAMES):
-        raise ValueError(f"{len(values)} packed values cannot be metrics: {2 * len(METRIC_NAMES)} are expected.")
-    return {name: Ratio(*values[2 * i : 2 * i + 2]) for i, name in enumerate(METRIC_NAMES)}
 
 
 def metric_values(metrics: Mapping[str, Ratio]) -> dict[str, float]:
