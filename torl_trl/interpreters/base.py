@@ -6,7 +6,7 @@ and counted and never shown to the model as its own mistake.
 
     InterpreterError                 our side failed; the call may be retried
     ├── InterpreterUnavailable       the backend cannot be reached or started
-    └── InterpreterClosed            `submit` after `close`
+    └── InterpreterClosed            `submit` after `close`, or a call that `close` cut short
 """
 
 from concurrent.futures import Future
@@ -59,7 +59,7 @@ class InterpreterUnavailable(InterpreterError):
 
 
 class InterpreterClosed(InterpreterError):
-    """`submit` was called after `close`."""
+    """`submit` was called after `close`, or `close` was called before the program ended."""
 
 
 @runtime_checkable

@@ -1,0 +1,39 @@
+# `make` lists the targets. Set-up is scripts/setup.sh; a second call finds it done.
+VENV ?= .venv
+export VENV PYTHON TORCH_INDEX_URL
+
+.PHONY: help demo test test-slow quality style
+
+help:
+	@echo "make demo       train the tiny model on the CPU and show what it learned (runs/tiny)"
+	@echo "make test       run the tests"
+	@echo "make test-slow  run the tests that take long"
+	@echo "make quality    check style; make style mends it"
+	@echo
+	@echo "Each makes the environment .venv when it is not there. Variables, as in make demo PYTHON=python3.12:"
+	@echo "  PYTHON           the Python to use (3.11 or newer); default: the newest suitable one on PATH"
+	@echo "  TORCH_INDEX_URL  where to take torch from (pip's --index-url); on Linux pip takes the large CUDA build,"
+	@echo "                   the installation page of PyTorch names the index of the small CPU build"
+	@echo "To set up anew, delete .venv."
+
+demo:
+	@scripts/setup.sh demo
+	$(VENV)/bin/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_torl.py --config tiny.yaml
+
+test:
+	@scripts/setup.sh test
+	$(VENV)/bin/python -m pytest
+
+test-slow:
+	@scripts/setup.sh slow
+	$(VENV)/bin/python -m pytest -m slow
+
+quality:
+	@scripts/setup.sh test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+style:
+	@scripts/setup.sh test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
