@@ -16,7 +16,7 @@ from trl import get_peft_config
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
 from torl_trl.command_line import loading, parse_arguments, run_main
 from torl_trl.config import share_of_rank
-from torl_trl.console import StepLines, log_summary
+from torl_trl.console import StepLines, log_summary, remove_bars
 from torl_trl.curves import draw_curves
 from torl_trl.data import load_problems
 from torl_trl.grading import Grader
@@ -85,8 +85,10 @@ def main() -> None:
                 callbacks=[MetricsFile(run_folder), StepLines()],
                 peft_config=get_peft_config(model_args),
             )
+        remove_bars(trainer)
         if trainer.is_world_process_zero():
-            write_config(run_folder, script_args, args, model_args)
+            # TRL derives generation_batch_size and refuses it beside steps_per_generation when given again.
+            write_config(run_folder, script_args, args, model_args, leave_out=("generation_batch_size",))
 
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 

@@ -80,7 +80,8 @@ def test_the_last_block_opened_in_the_turn_is_run():
 
 
 @pytest.mark.parametrize(
-    "text", ["No code ```output", "```python\nprint(1)\n```output", "```python\n```\n```output", "```pythonx\n```output"]
+    "text",
+    ["No code ```output", "```python\nprint(1)\n```output", "```python\n```\n```output", "```pythonx\n```output"],
 )
 def test_a_marker_without_a_complete_block_is_a_malformed_call_that_uses_up_a_call(text):
     (rollout,), engine = run([text + ANSWER])
@@ -304,6 +305,8 @@ def test_invariants_hold_for_random_models_observations_budgets_and_limits(data)
         # Every request continues exactly what was there before, within the budget.
         for request in (request for request in engine.requests if request.rollout_id == rollout.index):
             assert request.token_ids == rollout.prompt_ids + ids[: len(request.token_ids) - len(rollout.prompt_ids)]
-            assert request.max_tokens == config.max_completion_length - len(request.token_ids) + len(rollout.prompt_ids)
+            assert request.max_tokens == config.max_completion_length - len(request.token_ids) + len(
+                rollout.prompt_ids
+            )
         assert rollout.stop_reason is not None
         assert (rollout.stop_reason == StopReason.EOS) == (ids[-1] == 0 and bool(mask[-1]))

@@ -71,7 +71,7 @@ def ok(stdout: str) -> ExecutionResult:
 
 
 class FakeInterpreter:
-    """Answers from a function of the code (a result, or an exception to raise), after `seconds`, in `slots` threads."""
+    """Answers from a function of the code: a result, or an exception to raise; after `seconds`, in `slots` threads."""
 
     def __init__(self, answer, *, seconds: float = 0.0, slots: int = 8):
         self.answer = answer

@@ -1,8 +1,10 @@
 """Command line of the launch scripts: a YAML per run, every key overridable, one sentence per user error."""
 
+import argparse
 import contextlib
 import difflib
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,12 +24,11 @@ class _Parser(TrlParser):
     """TRL's parser, with one sentence instead of pages of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[:1].upper()}{message[1:]}: correct it in the YAML or on the command line.")
+        message = re.sub(r"^argument (--\w+)\S*:", r"\1:", message)
+        raise UserError(f"{message[:1].upper()}{message[1:]}; correct it in the YAML or on the command line.")
 
 
-def parse_arguments(
-    arguments: Sequence[str], recipes: Path
-) -> tuple[ToRLScriptArguments, ToRLConfig, ModelConfig]:
+def parse_arguments(arguments: Sequence[str], recipes: Path) -> tuple[ToRLScriptArguments, ToRLConfig, ModelConfig]:
     """Parse `--config NAME.yaml [--key value ...]`. A relative config is looked up here, then in `recipes`.
 
     Raises `UserError` for a missing or unreadable file, an unknown key, or an impossible value.
@@ -108,10 +109,21 @@ def _check_keys(parser: _Parser, path: Path) -> None:
         raise UserError(f"{path.name} is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(config, dict):
         raise UserError(f"{path.name} holds a {type(config).__name__}: write one `key: value` per line.")
-    known = {action.dest for action in parser._actions} | {"env"}
-    for key in config:
-        if key not in known:
-            raise UserError(f"{path.name} has the unknown key {key!r}{_suggestion(str(key), known)}.")
+    actions = {action.dest: action for action in parser._actions}
+    for key, value in config.items():
+        if key not in actions and key != "env":
+            raise UserError(f"{path.name} has the unknown key {key!r}{_suggestion(str(key), set(actions))}.")
+        if isinstance(value, list | dict) and actions[key].nargs is None and not _takes_text(actions[key]):
+            raise UserError(f"{path.name}: {key} is {value!r}; give one number.")
+
+
+def _takes_text(action: argparse.Action) -> bool:
+    """Whether any text is a value, as for names and mappings in JSON; a number's converter refuses it."""
+    try:
+        action.type("text")
+    except (ValueError, argparse.ArgumentTypeError):
+        return False
+    return True
 
 
 def _check_flags(parser: _Parser, arguments: list[str]) -> None:

@@ -4,6 +4,8 @@ Every field can be set in a recipe's YAML and overridden on the command line. Wh
 rollouts is refused here (`REFUSED`).
 """
 
+import contextlib
+import json
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -93,7 +95,7 @@ class ToRLConfig(GRPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.interpreter_options = dict(self.interpreter_options or {})
+        self.interpreter_options = self._parsed_interpreter_options()
         self._check_choices()
         self._check_refused()
         self._check_ranges()
@@ -107,6 +109,16 @@ class ToRLConfig(GRPOConfig):
             tool_trigger=self.tool_trigger,
             interpreter_retries=self.interpreter_retries,
         )
+
+    def _parsed_interpreter_options(self) -> dict[str, Any]:
+        """A mapping from the YAML, or JSON text from the command line."""
+        options = self.interpreter_options or {}
+        if isinstance(options, str):
+            with contextlib.suppress(json.JSONDecodeError):
+                options = json.loads(options)
+        if not isinstance(options, dict):
+            raise UserError(f"interpreter_options is {options!r}: give a mapping, such as {{timeout_seconds: 5}}.")
+        return options
 
     def _check_choices(self) -> None:
         for option in fields(self):
@@ -157,7 +169,9 @@ class ToRLScriptArguments(ScriptArguments):
     prompt_template: str | None = field(
         default=None, metadata={"help": "A text with one {question}, or a file with it. Default: ToRL's own."}
     )
-    max_prompt_length: int = field(default=400, metadata={"help": "Longer prompts, in tokens, are dropped. Paper: 400."})
+    max_prompt_length: int = field(
+        default=400, metadata={"help": "Longer prompts, in tokens, are dropped. Paper: 400."}
+    )
     max_train_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
     max_eval_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
 

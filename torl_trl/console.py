@@ -4,8 +4,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
-from transformers import TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, read_metrics
 
@@ -68,9 +74,11 @@ def log_summary(run_folder: Path) -> None:
     measured = [line for line in lines if line["split"] == split]
     first, last = measured[0], measured[-1]
     logger.info("")
-    logger.info("%-34s %10s %10s", "held-out problems" if split == "eval" else "training", *(
-        f"step {line['step']}" for line in (first, last)
-    ))
+    logger.info(
+        "%-34s %10s %10s",
+        "held-out problems" if split == "eval" else "training",
+        *(f"step {line['step']}" for line in (first, last)),
+    )
     for name, label in SUMMARY_METRICS.items():
         values = [f"{line[name]:.2f}" if line.get(name) is not None else "-" for line in (first, last)]
         logger.info("%-34s %10s %10s", label, *values)

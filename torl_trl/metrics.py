@@ -14,7 +14,6 @@ ratio by outcome, executed and before-answer ratio, call frequency, observation 
 ratio too would lower that ratio with the interpreter's luck, for every such rollout had written code.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,8 +48,6 @@ METRIC_NAMES: tuple[str, ...] = (
 )
 """Every metric, in the one order that all ranks use; an empty one is there with denominator 0."""
 
-_BLOCK_OPENING = re.compile(r"```python[ \t]*\n")
-_CLOSING_FENCE = re.compile(r"(?m)^[ \t]*```")
 _BOXED = "\\boxed{"
 
 
@@ -94,7 +91,7 @@ def _measure(rollout: Rollout) -> dict[str, Ratio]:
     """Return what one rollout adds to each metric that it touches."""
     if rollout.stop_reason is None:
         raise ValueError(f"Rollout {rollout.index} is not finished: measure rollouts that `run_rollouts` returned.")
-    spans = [code_block_spans(text) for text in _texts_before_calls(rollout)]
+    spans = [prompts.code_block_spans(text) for text in _texts_before_calls(rollout)]
     blocks = sum(len(complete) for complete, _ in spans)
     executed = [call for call in rollout.calls if call.result is not None]
     statuses = [call.status for call in rollout.calls]
@@ -144,26 +141,11 @@ def _texts_before_calls(rollout: Rollout) -> list[str]:
     return texts
 
 
-def code_block_spans(text: str) -> tuple[list[tuple[int, int]], int]:
-    """Return the (start, end) of each complete ```python block, and where a last, unclosed one starts (or the end).
-
-    The same blocks as `prompts.count_code_blocks`.
-    """
-    spans, position = [], 0
-    while opening := _BLOCK_OPENING.search(text, position):
-        closing = _CLOSING_FENCE.search(text, opening.end())
-        if closing is None:
-            return spans, opening.start()
-        spans.append((opening.start(), closing.end()))
-        position = closing.end()
-    return spans, len(text)
-
-
 def _blocks_before_answer(rollout: Rollout) -> int:
     r"""Count the blocks written before the first `\boxed{` outside of code; all of them when there is none."""
     before = 0
     for text in _texts_before_calls(rollout):
-        spans, prose_end = code_block_spans(text)
+        spans, prose_end = prompts.code_block_spans(text)
         position = 0
         for start, end in spans:
             if _BOXED in text[position:start]:

@@ -91,14 +91,16 @@ def extract_code(text: str) -> str | None:
     return code if code.strip() else None
 
 
-def count_code_blocks(text: str) -> int:
-    """Count the complete ```python blocks in model text."""
-    count, position = 0, 0
-    while (opening := _BLOCK_OPENING.search(text, position)) and (
-        closing := _CLOSING_FENCE.search(text, opening.end())
-    ):
-        count, position = count + 1, closing.end()
-    return count
+def code_block_spans(text: str) -> tuple[list[tuple[int, int]], int]:
+    """Return the (start, end) of each complete ```python block, and where a last, unclosed one starts (or the end)."""
+    spans, position = [], 0
+    while opening := _BLOCK_OPENING.search(text, position):
+        closing = _CLOSING_FENCE.search(text, opening.end())
+        if closing is None:
+            return spans, opening.start()
+        spans.append((opening.start(), closing.end()))
+        position = closing.end()
+    return spans, len(text)
 
 
 def stop_strings(trigger: ToolTrigger, turn_text: str) -> tuple[str, ...]:

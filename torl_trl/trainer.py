@@ -5,8 +5,8 @@ out. Everything about a rollout lies in `torl_trl.rollout`; everything about the
 """
 
 import contextlib
+import os
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from torl_trl.metrics import Ratio, metric_values, rollout_metrics
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rewards import AccuracyReward
 from torl_trl.rollout import PhaseTimes, Rollout, run_rollouts
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change in TRL; our TRL is pinned
 
 HALF_PRECISION_MIN_LR = 1e-5
 """Pure half-precision AdamW at lr 1e-6 leaves 98 % of the weights where they were (measured)."""
@@ -64,7 +66,9 @@ class ToRLTrainer(GRPOTrainer):
         self._ratios: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
         self._scoring_seconds = 0.0
         self._training_seconds = Ratio()
-        self._eval_rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, Any]] = []  # of the step or evaluation in `_rows_of`, on the main process
+        self._rows_of: tuple[str, int] | None = None
+        self._groups = 0  # of the step or evaluation so far, on all ranks
         super().__init__(
             model=model,
             reward_funcs=list(reward_funcs),
@@ -177,13 +181,14 @@ class ToRLTrainer(GRPOTrainer):
         rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
         executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
         self._add_ratios(rollout_metrics(rollouts) | {"time/executing": Ratio(executing, 1)}, reduce=True)
+        step = self.state.global_step + (mode == "train")  # the step that these rollouts train
+        if self._rows_of != (mode, step):
+            self._rows, self._rows_of, self._groups = [], (mode, step), 0
         offset = self.accelerator.process_index * len(inputs)
         local = self._rewards[offset : offset + len(inputs)]  # (rows of this rank, reward functions); NaN is None
-        rewards = local.tolist()
         unscorable = local.isnan().all(dim=1)
-        totals = (local * self.reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan).tolist()
+        totals = (local * self.reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan)
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
-        step = self.state.global_step + (mode == "train")  # the step that these rollouts train
         full = mode == "eval" or step % self.args.save_rollouts_every == 0 or step == 1
         rows = [
             rollout_row(
@@ -193,26 +198,25 @@ class ToRLTrainer(GRPOTrainer):
                 epoch=float(self.state.epoch or 0.0),
                 split=mode,
                 problem_id=row["problem_id"],
-                group_id=(offset + position) // group_size,
+                group_id=self._groups + (offset + position) // group_size,
                 generation_index=(offset + position) % group_size,
                 rank=self.accelerator.process_index,
                 prompt=row["prompt"],
                 solution=row["solution"],
-                reward=totals[position],
-                rewards=dict(zip(self.reward_func_names, rewards[position], strict=True)),
+                reward=totals[position].item(),
+                rewards=dict(zip(self.reward_func_names, local[position].tolist(), strict=True)),
                 advantage=advantages[position].item(),
                 engine="transformers",
                 seed=self.args.seed,
             )
-            for position, row in enumerate(inputs)
+            for position, (row, rollout) in enumerate(zip(inputs, rollouts, strict=True))
         ]
+        self._groups += self.accelerator.num_processes * len(inputs) // group_size
         if self.accelerator.num_processes > 1:
             rows = gather_object(rows)
         if self.accelerator.is_main_process:
-            if mode == "train":
-                write_rollouts(rollouts_path(Path(self.args.output_dir), step, mode), rows)
-            else:  # an evaluation comes in several batches and ends in `log`
-                self._eval_rows += rows
+            self._rows += rows
+            write_rollouts(rollouts_path(Path(self.args.output_dir), step, mode), self._rows)
 
     # --- metrics --------------------------------------------------------------------------------------------------
 
@@ -237,9 +241,6 @@ class ToRLTrainer(GRPOTrainer):
         logs.update({prefix + name: value for name, value in metric_values(sums).items()})
         sums.clear()
         super().log(logs, start_time)
-        if self._eval_rows:
-            write_rollouts(rollouts_path(Path(self.args.output_dir), self.state.global_step, mode), self._eval_rows)
-            self._eval_rows = []
 
     # --- checks ---------------------------------------------------------------------------------------------------
 

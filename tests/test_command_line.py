@@ -1,0 +1,121 @@
+"""The command line: YAML and overrides, and one sentence for every mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torl_trl.command_line import parse_arguments, run_main
+from torl_trl.errors import UserError
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes"
+MINIMAL = (
+    "model_name_or_path: m\ndataset_name: d.jsonl\noutput_dir: out\nuse_cpu: true\nbf16: false\nnum_generations: 8\n"
+)
+
+
+def recipe(folder: Path, text: str = "") -> Path:
+    path = folder / "run.yaml"
+    path.write_text(MINIMAL + text)
+    return path
+
+
+def test_a_yaml_gives_the_values_and_the_command_line_overrides_them(tmp_path):
+    path = recipe(tmp_path, "learning_rate: 1e-4\nmax_tool_calls: 2\ninterpreter_options: {timeout_seconds: 3}\n")
+    script_args, args, model_args = parse_arguments(["--config", str(path), "--max_tool_calls=3"], RECIPES)
+    assert (args.learning_rate, args.max_tool_calls, args.interpreter_options) == (1e-4, 3, {"timeout_seconds": 3})
+    assert (model_args.model_name_or_path, script_args.dataset_name) == ("m", "d.jsonl")
+
+
+def test_a_dict_can_be_given_on_the_command_line(tmp_path):
+    words = ["--config", str(recipe(tmp_path)), "--interpreter_options", '{"timeout_seconds": 2, "slots": 1}']
+    assert parse_arguments(words, RECIPES)[1].interpreter_options == {"timeout_seconds": 2, "slots": 1}
+
+
+def test_a_config_is_found_beside_the_script_too(tmp_path, monkeypatch):
+    recipe(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert parse_arguments(["--config", "run.yaml"], tmp_path)[1].num_generations == 8
+
+
+def test_paths_may_be_relative_to_the_yaml(tmp_path, monkeypatch):
+    (tmp_path / "d.jsonl").write_text("{}")
+    path = recipe(tmp_path)
+    monkeypatch.chdir(tmp_path.parent)
+    assert parse_arguments(["--config", str(path)], RECIPES)[0].dataset_name == str(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        ("max_tool_cals: 1\n", [], "run.yaml has the unknown key 'max_tool_cals': did you mean 'max_tool_calls'?"),
+        ("xyzzy: 1\n", [], "run.yaml has the unknown key 'xyzzy': remove it."),
+        ("", ["--max_tool_cals", "1"], "Unknown option '--max_tool_cals': did you mean '--max_tool_calls'?"),
+        ("learning_rate: fast\n", [], "--learning_rate: invalid float value: 'fast'"),
+        ("", ["--num_generations", "many"], "--num_generations: invalid int value: 'many'"),
+        ("grade_text: [own]\n", [], "grade_text is ['own']"),
+        ("num_generations: [8]\n", [], "run.yaml: num_generations is [8]; give one number."),
+        ("interpreter_options: fast\n", [], "interpreter_options is 'fast'"),
+        ("a: b: c\n", [], "run.yaml is not valid YAML"),
+        ("dataset_name: null\n", [], "dataset_name is missing"),
+        ("model_name_or_path: null\n", [], "model_name_or_path is missing"),
+        ("num_generations: 7\n", [], "generation_batch_size (8) must be divisible by num_generations (7)"),
+    ],
+)
+def test_a_mistake_is_one_sentence_that_names_it(text, words, message, tmp_path):
+    with pytest.raises(UserError) as error:
+        parse_arguments(["--config", str(recipe(tmp_path, text)), *words], RECIPES)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_config_names_those_that_there_are(tmp_path):
+    recipe(tmp_path)
+    with pytest.raises(UserError, match=r"'nine.yaml' is neither here nor in .* run.yaml"):
+        parse_arguments(["--config", "nine.yaml"], tmp_path)
+
+
+def test_a_yaml_that_is_no_mapping_is_refused(tmp_path):
+    path = tmp_path / "list.yaml"
+    path.write_text("- 1\n")
+    with pytest.raises(UserError, match="holds a list"):
+        parse_arguments(["--config", str(path)], RECIPES)
+
+
+def test_a_user_error_ends_the_script_with_its_sentence_alone(capsys):
+    def main():
+        raise UserError("That is wrong: do this.")
+
+    with pytest.raises(SystemExit) as exit_info:
+        run_main(main)
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "Error: That is wrong: do this.\n"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_parses(path):
+    words = ["--config", path.name, "--use_cpu", "true", "--bf16", "false"]
+    script_args, args, _ = parse_arguments(words, RECIPES)
+    assert script_args.dataset_name and args.output_dir
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config", "none.yaml"], "'none.yaml' is neither here"),
+        (["--config", "tiny.yaml", "--dataset_name", "no.jsonl"], "no.jsonl"),
+        (["--config", "tiny.yaml", "--problem_column", "nothing"], "nothing"),
+        (["--config", "tiny.yaml", "--model_name_or_path", "no/model"], "no/model"),
+        (["--config", "tiny.yaml", "--interpreter", "magic"], "magic"),
+        (["--config", "tiny.yaml", "--interpreter_options", '{"speed": 9}'], "speed"),
+    ],
+)
+@pytest.mark.slow
+def test_the_script_shows_no_traceback_for_user_errors(words, message, tmp_path):
+    command = [sys.executable, str(RECIPES / "grpo_torl.py"), *words, "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in done.stderr.splitlines()[-1] and done.stderr.splitlines()[-1].startswith("Error: ")

@@ -1,0 +1,239 @@
+"""ToRLTrainer on TRL: what reaches the loss, the rewards, the metrics and the files."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import Dataset
+from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
+
+from torl_trl import AccuracyReward, ExecutabilityPenalty, Rollout, ToRLConfig, ToRLTrainer
+from torl_trl.engines.scripted import ScriptedEngine
+from torl_trl.errors import UserError
+from torl_trl.grading import Grader
+from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
+from torl_trl.metrics_file import MetricsFile
+from torl_trl.records import read_rollouts
+
+CALL = "```python\nprint({})\n```\n```output"
+RIGHT = CALL.format("6 * 7") + "So \\boxed{42}."
+WRONG = CALL.format("6 + 7") + "So \\boxed{13}."
+SILENT = "I guess \\boxed{41}."
+BROKEN = CALL.format("boom") + "So \\boxed{0}."
+TEXTS = [RIGHT, WRONG, SILENT, BROKEN]
+LOSS_TYPES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
+
+
+@pytest.fixture(scope="module")
+def grader():
+    with Grader(num_workers=1) as grader:
+        yield grader
+
+
+def answer(code: str):
+    if "boom" in code:
+        return ExecutionResult(ExecutionStatus.ERROR, "", "Traceback\nNameError: name 'boom' is not defined\n", 0.01)
+    return ok(str(eval(code.strip()[len("print(") : -1])))
+
+
+class ScriptedTrainer(ToRLTrainer):
+    """A trainer whose model writes `texts`, one after the other, whatever its weights say."""
+
+    texts: list[str] = TEXTS
+
+    def rollout(self, prompts):
+        tokenizer = byte_level_tokenizer()
+        texts = [self.texts[i % len(self.texts)] for i in range(len(prompts))]
+        scripts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        self._engine = ScriptedEngine(scripts, tokenizer, eos_token_id=0, vocab_size=len(tokenizer), mode="rounds")
+        return super().rollout(prompts)
+
+
+def make_trainer(
+    folder, grader, *, interpreter=None, rewards=None, texts=TEXTS, trainer_class=ScriptedTrainer, **options
+):
+    options = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 120,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    } | options
+    rows = [{"prompt": f"Q{i}?\n", "problem": f"Q{i}?", "solution": "42", "problem_id": f"id{i}"} for i in range(8)]
+    model = tiny_model()
+    copy = type(model)(model.config)
+    copy.load_state_dict(model.state_dict())
+    trainer = trainer_class(
+        model=copy,
+        reward_funcs=rewards or [AccuracyReward(grader)],
+        interpreter=interpreter or FakeInterpreter(answer),
+        args=ToRLConfig(**options),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(rows[:4]) if "eval_strategy" in options else None,
+        processing_class=byte_level_tokenizer(),
+        callbacks=[MetricsFile(folder)],
+    )
+    trainer.texts = texts
+    return trainer
+
+
+def scored_batch(trainer) -> tuple[list[dict], dict]:
+    """One generation batch with its rows, as the loss would get it."""
+    trainer.model.train()
+    inputs = [dict(trainer.train_dataset[i // 4]) for i in range(8)]
+    return inputs, trainer._generate_and_score_completions(inputs)
+
+
+def test_training_runs_and_writes_the_run_s_folder(tmp_path, grader):
+    trainer = make_trainer(tmp_path, grader, save_strategy="steps", save_steps=2, save_rollouts_every=2)
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert any(not torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["split"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert steps[0]["accuracy"] == 0.25 and steps[0]["reward"] == -0.5
+    assert steps[0]["tools/code_ratio"] == 0.75 and steps[0]["tools/pass_ratio"] == pytest.approx(2 / 3)
+    assert {"time/generating", "time/executing", "time/waiting", "time/grading", "time/training"} <= set(steps[0])
+    table = read_rollouts(tmp_path / "rollouts" / "step_000002.parquet").to_pylist()
+    assert [row["generation_index"] for row in table] == [0, 1, 2, 3] * 2
+    assert len({row["group_id"] for row in table}) == 2
+    assert [row["reward"] for row in table] == [1.0, -1.0, -1.0, -1.0] * 2
+    assert table[0]["completion"] == RIGHT.replace("```output", "```output\n42\n```\n")
+    assert table[0]["advantage"] > 0 > table[1]["advantage"]
+    assert table[3]["calls"][0]["status"] == "error"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-2").eos_token_id == 0
+
+
+def test_a_real_model_is_sampled_by_the_transformers_engine(tmp_path, grader):
+    trainer = make_trainer(tmp_path, grader, trainer_class=ToRLTrainer, max_completion_length=12, max_steps=1)
+    trainer.train()
+    table = pq.read_table(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
+    assert all(1 <= len(row["completion_ids"]) <= 12 for row in table)
+    assert len({tuple(row["completion_ids"]) for row in table}) > 1
+
+
+def test_a_half_precision_copy_generates_with_the_present_weights(tmp_path, grader):
+    trainer = make_trainer(
+        tmp_path, grader, trainer_class=ToRLTrainer, generation_dtype="bfloat16", max_completion_length=8, max_steps=2
+    )
+    trainer.train()
+    copied = trainer._generation_copy.refreshed()
+    for copy, source in zip(copied.parameters(), trainer.model.parameters(), strict=True):
+        assert copy.dtype == torch.bfloat16 and torch.equal(copy, source.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_inserted_tokens_get_exactly_no_gradient_and_their_logprobs_do_not_matter(loss_type, tmp_path, grader):
+    options = {"epsilon_high": 5.0} if loss_type in ("cispo",) else {}
+    if loss_type == "luspo":
+        options = {"importance_sampling_level": "sequence"}
+    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, **options)
+    _, batch = scored_batch(trainer)
+    trainer.current_gradient_accumulation_steps = 1
+    batch = {key: value for key, value in batch.items() if value is not None}
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    assert (~mask & batch["completion_mask"].bool()).sum() > 8  # there are inserted tokens
+
+    real = trainer._get_per_token_logps_and_entropies
+
+    def loss_with(shift_masked: float) -> tuple[torch.Tensor, torch.Tensor]:
+        leaves = []
+
+        def spied(*args, **kwargs):
+            logps, *rest = real(*args, **kwargs)
+            leaf = (logps.detach() + shift_masked * ~mask).requires_grad_()
+            leaves.append(leaf)
+            return leaf, *rest
+
+        trainer._get_per_token_logps_and_entropies = spied
+        batch["old_per_token_logps"] = real(
+            trainer.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].shape[1],
+        )[0].detach()
+        loss = trainer._compute_loss(trainer.model, batch)
+        loss.backward()
+        return loss.detach(), leaves[0].grad
+
+    loss, gradient = loss_with(0.0)
+    assert torch.all(gradient[~mask] == 0.0)
+    rewarded = mask & (batch["advantages"][:, None] != 0)
+    assert torch.all(gradient[rewarded] != 0.0)
+    shifted_loss, shifted_gradient = loss_with(3.0)
+    assert torch.equal(loss, shifted_loss)
+    assert torch.equal(gradient, shifted_gradient)
+
+
+def test_a_failed_interpreter_gives_no_reward_and_no_token_with_two_reward_functions(tmp_path, grader):
+    def failing(code):
+        return InterpreterUnavailable("down") if "6 + 7" in code else answer(code)
+
+    rewards = [AccuracyReward(grader), ExecutabilityPenalty()]
+    trainer = make_trainer(tmp_path, grader, interpreter=FakeInterpreter(failing), rewards=rewards)
+    inputs, batch = scored_batch(trainer)
+    rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
+    assert [rollout.interpreter_failed for rollout in rollouts] == [False, True, False, False] * 2
+    assert 1 in rollouts[1].env_mask  # the record keeps the truth
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    assert mask[1].sum() == 0 and batch["advantages"][1] == 0
+    assert batch["num_items_in_batch"] == mask.sum()
+    # The group's baseline is that of the others: rewards 1, -1 and -1.5.
+    values = torch.tensor([1.0, -1.0, -1.5])
+    expected = (values - values.mean()) / (values.std() + 1e-4)
+    assert torch.allclose(batch["advantages"][[0, 2, 3]], expected, atol=1e-4)
+
+
+def test_evaluation_is_measured_over_all_its_batches_and_recorded(tmp_path, grader):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    trainer = make_trainer(tmp_path, grader, **options)
+    trainer.train()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if line["split"] == "eval"]
+    assert line["step"] == 2 and line["accuracy"] == 0.25
+    table = read_rollouts(tmp_path / "rollouts" / "eval_step_000002.parquet")
+    assert table.num_rows == 8
+    assert len(set(table["group_id"].to_pylist())) == 4
+
+
+def test_settings_that_cannot_work_are_refused(tmp_path, grader):
+    with pytest.raises(UserError, match="max_tool_calls is 1 and there is no interpreter"):
+        ToRLTrainer(
+            model=tiny_model(),
+            reward_funcs=[AccuracyReward(grader)],
+            interpreter=None,
+            args=ToRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, num_generations=8),
+            train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
+            processing_class=byte_level_tokenizer(),
+        )
+    with pytest.raises(UserError, match="No AccuracyReward"):
+        make_trainer(tmp_path, grader, rewards=[ExecutabilityPenalty()])
+
+
+def test_half_precision_weights_with_a_small_learning_rate_are_refused(tmp_path, grader):
+    def build(learning_rate):
+        return ToRLTrainer(
+            model=tiny_model().__class__(tiny_model().config).to(torch.bfloat16),
+            reward_funcs=[AccuracyReward(grader)],
+            interpreter=FakeInterpreter(answer),
+            args=ToRLConfig(
+                output_dir=str(tmp_path), use_cpu=True, bf16=False, num_generations=8, learning_rate=learning_rate
+            ),
+            train_dataset=Dataset.from_list([{"prompt": "a"}] * 2),
+            processing_class=byte_level_tokenizer(),
+        )
+
+    with pytest.raises(UserError, match="half precision"):
+        build(1e-6)
+    build(1e-5)
