@@ -162,21 +162,22 @@ def run_rollouts(
         raise
 
 
+@dataclass(slots=True)
 class _Loop:
     """The state of one `run_rollouts` call."""
 
-    def __init__(self, engine, interpreter, tokenizer, config, seed, on_finished, times):
-        self.engine: Engine = engine
-        self.interpreter: Interpreter = interpreter
-        self.tokenizer: Tokenizer = tokenizer
-        self.config: RolloutConfig = config
-        self.seed: int | None = seed
-        self.on_finished: Callable[[Rollout], None] | None = on_finished
-        self.times: PhaseTimes = times
-        self.generating = 0  # requests in the engine
-        self.executing = 0  # calls in the interpreter
-        self.returned: queue.SimpleQueue[tuple[Rollout, Future[ExecutionResult]]] = queue.SimpleQueue()
-        self.turn_start: dict[int, int] = {}  # rollout index -> where its current turn starts in completion_ids
+    engine: Engine
+    interpreter: Interpreter | None
+    tokenizer: Tokenizer
+    config: RolloutConfig
+    seed: int | None
+    on_finished: Callable[[Rollout], None] | None
+    times: PhaseTimes
+    generating: int = 0  # requests in the engine
+    executing: int = 0  # calls in the interpreter
+    returned: queue.SimpleQueue[tuple[Rollout, Future[ExecutionResult]]] = field(default_factory=queue.SimpleQueue)
+    turn_start: dict[int, int] = field(default_factory=dict)
+    """Where a rollout's current turn starts in its `completion_ids`, by index."""
 
     def run(self, prompt_ids: Sequence[list[int]]) -> list[Rollout]:
         rollouts = [Rollout(index, list(ids)) for index, ids in enumerate(prompt_ids)]

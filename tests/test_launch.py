@@ -1,0 +1,92 @@
+"""Whole runs of the launch script, as users start them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torl_trl.records import read_rollouts
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = str(ROOT / "recipes" / "grpo_torl.py")
+SHORT = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_rollouts_every", "1"]
+
+
+def launch(folder: Path, *words: str, accelerate: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
+    command = [sys.executable]
+    if accelerate:
+        command += ["-m", "accelerate.commands.launch", *accelerate]
+    command += [SCRIPT, "--config", "tiny.yaml", "--output_dir", str(folder), *SHORT, *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def metrics(folder: Path, split: str = "train") -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == split]
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_whole_folder(tmp_path):
+    printed = launch(tmp_path)
+    assert {"config.yaml", "metrics.jsonl", "rollouts", "curves.png", "checkpoint-2"} <= {
+        path.name for path in tmp_path.iterdir()
+    }
+    for name in ("curves.png", "metrics.jsonl", "rollouts", "checkpoint-2"):
+        assert str(tmp_path / name) in printed
+    assert "step 1/2" in printed and "step 2/2" in printed
+    assert len(metrics(tmp_path)) == 2
+
+
+@pytest.mark.slow
+def test_the_written_config_repeats_the_run(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    launch(first)
+    command = [sys.executable, SCRIPT, "--config", str(first / "config.yaml"), "--output_dir", str(second)]
+    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ids = [read_rollouts(folder / "rollouts" / "step_000002.parquet")["completion_ids"] for folder in (first, second)]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.slow
+def test_two_processes_train_together_and_rank_0_writes_alone(tmp_path):
+    words = ("--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1", "--num_generations", "8")
+    launch(tmp_path, *words, accelerate=("--cpu", "--num_processes", "2", "--num_machines", "1"))
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    table = read_rollouts(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
+    assert len(table) == 32
+    assert sorted({row["rank"] for row in table}) == [0, 1]
+    assert [row["group_id"] for row in table] == [i // 8 for i in range(32)]
+    accuracy = sum(row["correct"] for row in table) / 32
+    assert metrics(tmp_path)[0]["accuracy"] == pytest.approx(accuracy)
+    calls = [sum(len(row["calls"]) for row in table if row["rank"] == rank) for rank in (0, 1)]
+    assert sum(calls) == sum(value for name, value in metrics(tmp_path)[0].items() if name.startswith("tools/status/"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
+def test_trackers_get_the_metrics(tracker, tmp_path):
+    launch(tmp_path, "--report_to", tracker, env={"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)})
+    pattern = {"wandb": "wandb/offline-run-*/*.wandb", "tensorboard": "**/events.out.tfevents.*"}[tracker]
+    logged = list(tmp_path.glob(pattern)) or list(ROOT.glob(f"runs/{pattern}"))
+    assert b"tools/code_ratio" in logged[0].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
+    launch(tmp_path, "--save_strategy", "steps", "--save_steps", "1")
+    launch(tmp_path, "--max_steps", "3", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2"))
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_lora_trains_with_a_half_precision_base(tmp_path):
+    launch(tmp_path, "--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--dtype", "bfloat16")
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()

@@ -1,0 +1,41 @@
+"""Who may import whom: the light modules stay light, the package's names are complete."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torl_trl
+
+PACKAGE = Path(torl_trl.__file__).parent
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["rollout", "prompts", "interpreters", "grading", "metrics", "engines.scripted"])
+def test_a_light_module_loads_neither_torch_nor_trl(module):
+    assert not {"torch", "trl", "transformers"} & loaded_after(f"import torl_trl.{module}")
+
+
+def test_the_package_itself_loads_nothing_until_a_name_is_used():
+    loaded = loaded_after("import torl_trl")
+    assert {name for name in loaded if name.startswith("torl_trl")} == {"torl_trl"}
+    assert "torch" not in loaded_after("from torl_trl import run_rollouts, get_interpreter, grade")
+
+
+def test_every_exported_name_exists():
+    for name in torl_trl.__all__:
+        assert getattr(torl_trl, name).__name__ == name
+    with pytest.raises(AttributeError, match="'Nothing'"):
+        _ = torl_trl.Nothing
+
+
+def test_modules_stay_small():
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path.name: count for path, count in lines.items() if count > 350} == {}
+    assert sum(lines.values()) < 6000
