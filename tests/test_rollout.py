@@ -11,7 +11,8 @@ from torl_trl import prompts
 from torl_trl.engines.base import FinishedTurn, FinishReason
 from torl_trl.engines.scripted import ScriptedEngine
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
-from torl_trl.rollout import PhaseTimes, RolloutConfig, RolloutInvariantError, StopReason, run_rollouts
+from torl_trl.invariants import RolloutInvariantError
+from torl_trl.rollout import PhaseTimes, RolloutConfig, StopReason, run_rollouts
 
 CALL = "Compute.\n```python\nprint(6 * 7)\n```\n```output"
 FENCED = "Compute.\n```python\nprint(6 * 7)\n```"
@@ -237,8 +238,8 @@ def test_an_engine_that_breaks_the_contract_is_noticed_and_left_empty():
 
 PIECES = st.sampled_from(
     [
-        "```python\n", "```", "```\n", "\n```\n", "```output", "```output\n", "\n", " ", "print(6 * 7)\n", "x = 1", "é∑",
-        "The answer", "\\boxed{42}", "`", "``", "output", "put", "thon\n", "```python", "``` python\n", "```output```",
+        "```python\n", "```", "```\n", "\n```\n", "```output", "```output\n", "\n", " ", "print(6 * 7)\n", "x = 1",
+        "é∑", "The answer", "\\boxed{42}", "`", "``", "output", "put", "thon\n", "```python", "``` python\n", "```output```",
         FENCED, CALL,
     ]
 )  # fmt: skip

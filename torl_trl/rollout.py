@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from torl_trl import prompts
 from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, Tokenizer, TurnRequest
 from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
+from torl_trl.invariants import check_rollout, check_turn
 
 if TYPE_CHECKING:
     from torl_trl.grading import Verdict
@@ -129,10 +130,6 @@ class PhaseTimes:
     """The engine idle because every live rollout waited for its code."""
 
 
-class RolloutInvariantError(AssertionError):
-    """A rollout broke a rule that training relies on: a bug of ours or of the engine."""
-
-
 def run_rollouts(
     prompt_ids: Sequence[list[int]],
     engine: Engine,
@@ -150,7 +147,7 @@ def run_rollouts(
     the next round starts when all calls of this one are back, in rollout order, so that it is repeatable.
     `on_finished` is called as each rollout ends. `interpreter` may be None with `max_tool_calls=0`.
 
-    Raises whatever the engine raises, and `RolloutInvariantError`; then nothing is left in the engine.
+    Raises whatever the engine raises, and `RolloutInvariantError` (a bug); then nothing is left in the engine.
     """
     if config.max_tool_calls > 0 and interpreter is None:
         raise ValueError(f"max_tool_calls is {config.max_tool_calls} and there is no interpreter: pass one, or 0.")
@@ -235,7 +232,7 @@ class _Loop:
         self.generating += 1
 
     def take_turn(self, rollout: Rollout, turn: FinishedTurn) -> None:
-        self.check_turn(rollout, turn)
+        check_turn(turn, self.config.max_completion_length - len(rollout.completion_ids))
         rollout.completion_ids += turn.token_ids
         rollout.logprobs += turn.logprobs
         rollout.env_mask += [1] * len(turn.token_ids)
@@ -317,36 +314,9 @@ class _Loop:
         if reason == StopReason.EOS:  # the token belongs to the segment, its name does not belong to the text
             turn_ids = turn_ids[:-1]
         self.close_segment(rollout, self.decode(turn_ids), called=False)
-        self.check_rollout(rollout)
+        check_rollout(rollout, self.config)
         if self.on_finished is not None:
             self.on_finished(rollout)
 
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def check_turn(self, rollout: Rollout, turn: FinishedTurn) -> None:
-        room = self.config.max_completion_length - len(rollout.completion_ids)
-        if not 1 <= len(turn.token_ids) <= room or len(turn.token_ids) != len(turn.logprobs):
-            raise RolloutInvariantError(
-                f"Engine returned {len(turn.token_ids)} tokens and {len(turn.logprobs)} logprobs for rollout "
-                f"{rollout.index}, which has room for 1 to {room}."
-            )
-
-    def check_rollout(self, rollout: Rollout) -> None:
-        lengths = {len(rollout.completion_ids), len(rollout.logprobs), len(rollout.env_mask)}
-        covered = [position for segment in rollout.segments for position in (segment.start, segment.end)]
-        contiguous = covered[:1] == [0] and covered[-1:] == [len(rollout.completion_ids)]
-        contiguous = contiguous and all(covered[i] == covered[i + 1] for i in range(1, len(covered) - 1, 2))
-        inserted = sum(segment.end - segment.start for segment in rollout.segments if segment.inserted)
-        if (
-            len(lengths) != 1
-            or not 1 <= len(rollout.completion_ids) <= self.config.max_completion_length
-            or not contiguous
-            or inserted != rollout.env_mask.count(0)
-            or len(rollout.calls) > self.config.max_tool_calls
-        ):
-            raise RolloutInvariantError(
-                f"Rollout {rollout.index} is inconsistent: {lengths} ids, logprobs and mask of at most "
-                f"{self.config.max_completion_length}, segments at {covered}, {inserted} inserted tokens, "
-                f"{rollout.env_mask.count(0)} masked, {len(rollout.calls)} calls of {self.config.max_tool_calls}."
-            )
