@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -343,7 +344,7 @@ def test_a_worker_that_dies_in_the_middle_is_replaced_and_the_answer_tried_again
 
 
 def test_workers_that_keep_dying_are_an_error_never_a_wrong_answer(monkeypatch):
-    monkeypatch.setattr("torl_trl.grading.pool.sys.executable", "/bin/false")
+    monkeypatch.setattr("torl_trl.grading.pool.sys.executable", shutil.which("false"))
     with Grader() as grader:
         pending = grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1])
         with pytest.raises(GraderError, match="Two grading workers died"):
