@@ -21,7 +21,7 @@ from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, Interpr
 
 _CHILD = Path(__file__).with_name("child.py")
 # As `-I`, but with a few variables of ours instead of an ignored environment, so that the hash seed can be fixed.
-_PYTHON_FLAGS = ("-s", "-P", "-B", "-u", "-X", "utf8")
+_PYTHON_FLAGS = ("-s", "-P", "-u", "-X", "utf8")
 _STARTUP_SECONDS = 60.0  # for Python itself, before the program; generous, because then it is our machine that is slow
 _DRAIN_SECONDS = 0.5  # killed processes have closed their pipes by then, or they are not in the group
 
