@@ -343,11 +343,26 @@ def test_a_worker_that_dies_in_the_middle_is_replaced_and_the_answer_tried_again
         assert (grader.restarts, grader.timeouts) == (1, 0)
 
 
-def test_workers_that_keep_dying_are_an_error_never_a_wrong_answer(monkeypatch):
+def test_an_answer_that_kills_two_workers_is_wrong_and_does_not_stop_the_others(monkeypatch, tmp_path):
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        "#!/bin/sh\n"
+        "echo '{\"ready\": true}'\n"
+        'while read line; do case "$line" in *frac*) kill -9 $$;; *) echo \'{"reason": "equal"}\';; esac; done\n'
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr("torl_trl.grading.pool.sys.executable", str(stand_in))
+    with Grader() as grader:
+        killer = grader.submit([r"\boxed{\frac{1}{2}}"], "0.5")
+        assert (killer.result().score, killer.result().reason, grader.restarts) == (-1.0, "crashed", 2)
+        assert grader.submit([r"\boxed{\sqrt{4}}"], "2").result().correct
+
+
+def test_workers_that_never_get_ready_are_an_error_and_never_a_wrong_answer(monkeypatch):
     monkeypatch.setattr("torl_trl.grading.pool.sys.executable", shutil.which("false"))
     with Grader() as grader:
         pending = grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1])
-        with pytest.raises(GraderError, match="Two grading workers died"):
+        with pytest.raises(GraderError, match="Two grading workers in a row did not get ready"):
             pending.result()
     monkeypatch.setattr("torl_trl.grading.pool.sys.executable", "/does/not/exist")
     with Grader() as grader, pytest.raises(GraderError, match="does not start"):

@@ -26,6 +26,8 @@ class Reason(StrEnum):
     UNPARSED = "unparsed"
     """math-verify cannot read the answer, and it is not the solution's text."""
     TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    """The answer killed two workers, one after the other."""
     BAD_SOLUTION = "bad_solution"
     """The solution itself cannot be used; `check_solution` finds these when the data is loaded."""
 

@@ -159,8 +159,9 @@ class Grader:
     """Grades completions against solutions, in `num_workers` processes which start when first needed.
 
     An answer that takes over `timeout_seconds` of wall time is wrong, its worker is killed, `timeouts` counts it.
-    A worker that dies by itself is replaced and the answer tried once more, then the future raises `GraderError`: a
-    fault of ours is never a wrong answer. Any thread may call any method.
+    A worker that dies by itself is replaced and the answer tried once more; an answer that kills a second one is wrong
+    (`crashed`). Workers that do not start make the future raise `GraderError`: a fault of ours is never a wrong
+    answer. Any thread may call any method.
     """
 
     def __init__(self, num_workers: int = 1, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS):
@@ -268,7 +269,7 @@ class Grader:
             self._discard(worker)
 
     def _run(self, job: _Job, worker: _Worker | None) -> tuple[Reason | None, _Worker | None]:
-        last_words = ""
+        last_words, was_ready = "", False
         for _ in range(2):
             worker = worker or self._start()
             try:
@@ -281,6 +282,7 @@ class Grader:
                     raise GraderError(f"A grading worker was not ready after {START_SECONDS:.0f} s.") from None
                 reason = Reason.TIMEOUT
             except _WorkerDied as error:
+                was_ready = worker.ready
                 self._discard(worker)
                 worker, last_words = None, str(error)
                 self._check_open()
@@ -292,9 +294,9 @@ class Grader:
                 with self._lock:
                     self.timeouts += 1
             return reason, worker
-        raise GraderError(
-            f"Two grading workers died over solution {job.solution!r} and answer {job.answer!r} ({last_words})."
-        )
+        if was_ready:  # it worked, and died over this answer like the one before: the answer's doing
+            return Reason.CRASHED, None
+        raise GraderError(f"Two grading workers in a row did not get ready ({last_words}).")
 
     def _start(self) -> _Worker:
         worker = _Worker(self.timeout_seconds)
