@@ -42,10 +42,12 @@ def main() -> None:
         with loading("tokenizer", model_name):
             tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision)
 
-        def problems(name: str, split: str, limit: int | None):
+        def problems(name: str, path: str, split: str, limit: int | None):
             return load_problems(
-                name,
+                path,
+                name=name,
                 split=split,
+                subset=script_args.dataset_config,
                 problem_column=script_args.problem_column,
                 answer_column=script_args.answer_column,
                 template=template,
@@ -56,12 +58,12 @@ def main() -> None:
             )
 
         train_dataset = problems(
-            script_args.dataset_name, script_args.dataset_train_split, script_args.max_train_problems
+            "train", script_args.dataset_name, script_args.dataset_train_split, script_args.max_train_problems
         )
         eval_dataset = None
         if args.eval_strategy != "no" or args.eval_on_start:
-            eval_name = script_args.eval_dataset_name or script_args.dataset_name
-            eval_dataset = problems(eval_name, script_args.dataset_test_split, script_args.max_eval_problems)
+            eval_path = script_args.eval_dataset_name or script_args.dataset_name
+            eval_dataset = problems("eval", eval_path, script_args.dataset_test_split, script_args.max_eval_problems)
 
         reward_funcs = [AccuracyReward(grader, grade_text=args.grade_text)]
         if args.executability_penalty:

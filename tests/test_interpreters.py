@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from torl_trl.errors import UserError
 from torl_trl.interpreters import (
     ExecutionResult,
     ExecutionStatus,
@@ -386,13 +387,18 @@ def test_an_interpreter_is_a_context_manager_and_meets_the_protocol(
 
 
 def test_an_unknown_interpreter_is_one_sentence_that_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no interpreter called 'docker': choose one of 'embedded'"):
+    with pytest.raises(UserError, match="interpreter is 'docker': choose one of embedded"):
         get_interpreter("docker")
+
+
+def test_an_unknown_option_is_one_sentence_that_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match="'embedded' has no option 'speed': it has slots, timeout_seconds"):
+        get_interpreter("embedded", speed=9)
 
 
 @pytest.mark.parametrize("option", ["slots", "timeout_seconds", "memory_mb", "max_output_chars"])
 def test_an_impossible_limit_is_one_sentence_that_names_it(option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} of the embedded interpreter is 0"):
+    with pytest.raises(UserError, match=f"{option} of the embedded interpreter is 0"):
         get_interpreter("embedded", **{option: 0})
 
 

@@ -1,6 +1,5 @@
 """Reward functions: TRL's signature, the model's own text only, None for a rollout whose interpreter failed."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -93,14 +92,6 @@ def test_grading_started_early_is_only_collected(grader):
         assert call(reward, rollouts, solution=["42", "42"]) == [1.0, -1.0]
         assert counting.submitted == 3
         assert call(reward, rollouts, solution=["41", "41"]) == [-1.0, 1.0]
-
-
-def test_the_time_blocked_in_collecting_is_counted(grader):
-    reward = AccuracyReward(grader)
-    assert reward.grading_seconds == 0.0
-    started = time.perf_counter()
-    call(reward, [make_rollout(r"\boxed{\frac{84}{2}}")], solution=["42"])
-    assert 0.0 < reward.grading_seconds <= time.perf_counter() - started
 
 
 @pytest.mark.parametrize(

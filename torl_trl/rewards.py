@@ -4,7 +4,6 @@ TRL's own `completions` are never looked at: their text contains the observation
 would count. A rollout whose interpreter failed gets None from every function: only then TRL leaves its row out.
 """
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
@@ -32,8 +31,6 @@ class AccuracyReward:
         self.__name__ = "accuracy_reward"
         self.grader = grader
         self.grade_text = grade_text
-        self.grading_seconds = 0.0
-        """Wall time spent waiting for verdicts, summed over all calls; work done during generation costs none."""
         # By id; the rollout is kept beside its future, so that ids stay unique.
         self._started: dict[int, tuple[Rollout, Future[Verdict]]] = {}
 
@@ -58,7 +55,6 @@ class AccuracyReward:
         **columns: Any,
     ) -> list[float | None]:
         """Set `rollout.verdict` and return the scores, in order. Raises `GraderError` when grading itself fails."""
-        began = time.perf_counter()
         for rollout, answer in zip(rollouts, solution, strict=True):
             if id(rollout) not in self._started:
                 self.start(rollout, answer)
@@ -70,7 +66,6 @@ class AccuracyReward:
             rollout.verdict = self._started[id(rollout)][1].result()
             scores.append(rollout.verdict.score)
         self._started.clear()  # with what was started for a generation that never got here
-        self.grading_seconds += time.perf_counter() - began
         return scores
 
 
