@@ -26,7 +26,7 @@ test:
 
 test-slow:
 	@scripts/setup.sh slow
-	$(VENV)/bin/python -m pytest -m slow
+	TORL_TEST_RESULT=tests/slow_result.json $(VENV)/bin/python -m pytest -m slow
 
 quality:
 	@scripts/setup.sh test
