@@ -1,10 +1,14 @@
 """What runs in the child process of the embedded interpreter: set the limits, then run the program as `__main__`.
 
-Arguments: the number of a file descriptor that gets one byte when the program starts, then limits like RLIMIT_CPU=11.
-The program comes on standard input, which is empty afterwards. The limits are set here, in the child itself:
-`preexec_fn` is unsafe in a process with threads. Few imports, because each call waits for them.
+Arguments: the number of a file descriptor that gets one byte when the program starts, the folders of installed packages
+(as in PATH), then limits like RLIMIT_CPU=11. The program comes on standard input, which is empty afterwards. The limits
+are set here, in the child itself: `preexec_fn` is unsafe in a process with threads. Each call waits for the start, so
+imports are few, and Python starts with -S: reading every .pth file takes twice as long as the rest. What `site` gives
+to a program, packages and `exit`, is put in place here.
 """
 
+import _sitebuiltins
+import builtins
 import os
 import resource
 import sys
@@ -16,7 +20,10 @@ def main() -> None:
         code = stdin.read()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     ready = int(sys.argv[1])
-    for argument in sys.argv[2:]:
+    sys.path += sys.argv[2].split(os.pathsep)
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")
+    builtins.help = _sitebuiltins._Helper()
+    for argument in sys.argv[3:]:
         name, _, value = argument.partition("=")
         set_limit(getattr(resource, name), int(value))
     module = types.ModuleType("__main__")  # a fresh namespace; what pickle and multiprocessing look for

@@ -21,7 +21,8 @@ from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, Interpr
 
 _CHILD = Path(__file__).with_name("child.py")
 # As `-I`, but with a few variables of ours instead of an ignored environment, so that the hash seed can be fixed.
-_PYTHON_FLAGS = ("-s", "-P", "-u", "-X", "utf8")
+_PYTHON_FLAGS = ("-S", "-s", "-P", "-u", "-X", "utf8")
+_PACKAGES = os.pathsep.join(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
 _STARTUP_SECONDS = 60.0  # for Python itself, before the program; generous, because then it is our machine that is slow
 _DRAIN_SECONDS = 0.5  # killed processes have closed their pipes by then, or they are not in the group
 
@@ -78,7 +79,7 @@ class Program:
             source.write(code.encode("utf-8", "replace"))
             source.seek(0)
             return subprocess.Popen(
-                [sys.executable, *_PYTHON_FLAGS, str(_CHILD), str(alive), *limits],
+                [sys.executable, *_PYTHON_FLAGS, str(_CHILD), str(alive), _PACKAGES, *limits],
                 stdin=source,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
