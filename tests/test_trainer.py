@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
+from trl import GRPOTrainer
 
 from torl_trl import AccuracyReward, ExecutabilityPenalty, Rollout, ToRLConfig, ToRLTrainer
 from torl_trl.engines.scripted import ScriptedEngine
@@ -15,6 +16,7 @@ from torl_trl.grading import Grader
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.records import read_rollouts
+from torl_trl.trainer import without_padding
 
 CALL = "```python\nprint({})\n```\n```output"
 RIGHT = CALL.format("6 * 7") + "So \\boxed{42}."
@@ -174,6 +176,31 @@ def test_inserted_tokens_get_exactly_no_gradient_and_their_logprobs_do_not_matte
     shifted_loss, shifted_gradient = loss_with(3.0)
     assert torch.equal(loss, shifted_loss)
     assert torch.equal(gradient, shifted_gradient)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_loss_of_a_micro_batch_is_the_same_without_its_padding(loss_type, tmp_path, grader):
+    options = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
+    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, num_iterations=2, **options)
+    _, batch = scored_batch(trainer)
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [1, 2, 6]  # none of them is the longest
+    batch = {
+        name: value[rows] if torch.is_tensor(value) and value.ndim > 0 else value for name, value in batch.items()
+    }
+    cut = without_padding(batch)
+    assert cut["completion_ids"].shape[1] < batch["completion_ids"].shape[1]
+    assert cut["completion_ids"].shape == cut["old_per_token_logps"].shape == cut["tool_mask"].shape
+
+    def loss_and_gradient(inputs):
+        trainer.model.zero_grad()
+        loss = GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+
+    whole, short = loss_and_gradient(batch), loss_and_gradient(cut)
+    assert torch.allclose(whole[0], short[0], atol=1e-6)
+    assert torch.allclose(whole[1], short[1], atol=1e-6)
 
 
 def test_a_failed_interpreter_gives_no_reward_and_no_token_with_two_reward_functions(tmp_path, grader):

@@ -32,6 +32,17 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may chang
 HALF_PRECISION_MIN_LR = 1e-5
 """Pure half-precision AdamW at lr 1e-6 leaves 98 % of the weights where they were (measured)."""
 
+PER_TOKEN = (
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
+"""Keys of TRL's batches with one value per completion token; the last may be one value per row instead."""
+
 
 class ToRLTrainer(GRPOTrainer):
     """GRPO with tool-integrated rollouts.
@@ -169,6 +180,9 @@ class ToRLTrainer(GRPOTrainer):
         self._scoring_seconds += time.perf_counter() - started
         return output
 
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        return super()._compute_loss(model, without_padding(inputs))
+
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         started = time.perf_counter()
         self._rewards = super()._calculate_rewards(*args, **kwargs)
@@ -263,6 +277,23 @@ class ToRLTrainer(GRPOTrainer):
                 f"to nothing: set dtype: float32 (with bf16: true for speed), or a learning rate of at least "
                 f"{HALF_PRECISION_MIN_LR}."
             )
+
+
+def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """Cut the columns of a micro-batch that are padding in every row; the loss stays the same.
+
+    TRL pads all rows of a generation batch to the longest one before it splits them, so most micro-batches carry
+    columns of nothing through the model: `prompt_*` (rows, length) from the left, per-token values from the right.
+    """
+    start = int(batch["prompt_mask"].any(dim=0).int().argmax())
+    length = batch["completion_mask"].shape[1]
+    width = max(1, int(batch["completion_mask"].any(dim=0).sum()))
+    cut = {name: value[:, start:] for name, value in batch.items() if name in ("prompt_ids", "prompt_mask")}
+    for name in PER_TOKEN:
+        value = batch.get(name)
+        if value is not None and value.shape[1] == length:
+            cut[name] = value[:, :width]
+    return batch | cut
 
 
 def _rollout_func(prompts: list[str], trainer: ToRLTrainer) -> dict[str, list]:
