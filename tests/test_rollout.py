@@ -10,6 +10,7 @@ from toys import FakeInterpreter, byte_level_tokenizer, metaspace_tokenizer, ok
 from torl_trl import prompts
 from torl_trl.engines.base import FinishedTurn, FinishReason
 from torl_trl.engines.scripted import ScriptedEngine
+from torl_trl.interpreters import get_interpreter
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.invariants import RolloutInvariantError
 from torl_trl.rollout import PhaseTimes, RolloutConfig, StopReason, run_rollouts
@@ -209,6 +210,15 @@ def test_tool_time_overlaps_up_to_the_concurrency(mode):
     run([CALL + ANSWER] * count, mode=mode)
     generation = time.perf_counter() - start
     assert overlapped - generation <= 1.3 * seconds * (count / slots)
+
+
+def test_real_programs_that_sleep_overlap_up_to_the_slots():
+    seconds, slots, count = 1.0, 3, 6
+    text = CALL.replace("print(6 * 7)", f"import time\ntime.sleep({seconds})")
+    start = time.perf_counter()
+    rollouts, _ = run([text + ANSWER] * count, interpreter=get_interpreter("embedded", slots=slots))
+    assert time.perf_counter() - start <= 1.3 * seconds * (count / slots)
+    assert [rollout.calls[0].observation for rollout in rollouts] == [prompts.NO_OUTPUT] * count
 
 
 def test_rounds_give_the_same_rollouts_whatever_the_order_of_tool_answers():

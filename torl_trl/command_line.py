@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import difflib
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +71,8 @@ def loading(what: str, name: str) -> Iterator[None]:
 def run_main(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main`; a `UserError` becomes its sentence on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
-    logging.getLogger("torl_trl").setLevel(logging.INFO)
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("torl_trl").setLevel(logging.INFO if is_main else logging.WARNING)
     try:
         main()
     except UserError as error:

@@ -83,7 +83,7 @@ class TransformersEngine:
     def abort(self) -> None:
         self._requests.clear()
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode: what a model caches in its forward must stay usable in training
     def step(self) -> list[FinishedTurn]:
         """Run all requests to their end. Batches hold requests of like length, in a fixed order."""
         requests, self._requests = self._requests, []
