@@ -15,8 +15,8 @@ from torl_trl.errors import UserError
 from torl_trl.grading import Grader
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.metrics_file import MetricsFile
+from torl_trl.padding import without_padding
 from torl_trl.records import read_rollouts
-from torl_trl.trainer import without_padding
 
 CALL = "```python\nprint({})\n```\n```output"
 RIGHT = CALL.format("6 * 7") + "So \\boxed{42}."
@@ -130,7 +130,7 @@ def test_a_half_precision_copy_generates_with_the_present_weights(tmp_path, grad
         tmp_path, grader, trainer_class=ToRLTrainer, generation_dtype="bfloat16", max_completion_length=8, max_steps=2
     )
     trainer.train()
-    copied = trainer._generation_copy.refreshed()
+    copied = trainer._generation_copy.at(2)
     for copy, source in zip(copied.parameters(), trainer.model.parameters(), strict=True):
         assert copy.dtype == torch.bfloat16 and torch.equal(copy, source.to(torch.bfloat16))
 
@@ -232,6 +232,56 @@ def test_evaluation_is_measured_over_all_its_batches_and_recorded(tmp_path, grad
     table = read_rollouts(tmp_path / "rollouts" / "eval_step_000002.parquet")
     assert table.num_rows == 8
     assert len(set(table["group_id"].to_pylist())) == 4
+
+
+def test_eval_reward_weighs_every_completion_the_same(tmp_path, grader):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1, "per_device_eval_batch_size": 3}
+    trainer = make_trainer(tmp_path, grader, texts=[RIGHT, WRONG, WRONG], **options)
+    trainer.evaluate()
+    trainer.evaluate()  # another one at the same step does not add up with the first
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:  # batches of 3 and 1: right, wrong, wrong and right
+        assert line["accuracy"] == 0.5 and line["reward"] == 0.0
+    assert read_rollouts(tmp_path / "rollouts" / "eval_step_000000.parquet").num_rows == 4
+
+
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, {"steps_per_generation": 2}])
+def test_full_text_is_kept_when_batches_serve_several_steps(options, tmp_path, grader):
+    trainer = make_trainer(tmp_path, grader, max_steps=6, save_rollouts_every=4, **options)
+    trainer.train()
+    full = {
+        step: read_rollouts(tmp_path / "rollouts" / f"step_{step:06d}.parquet")["full"][0].as_py()
+        for step in (1, 3, 5)
+    }
+    assert full == {1: True, 3: False, 5: True}
+
+
+def test_lora_generates_with_its_adapters_and_without_dropout(tmp_path, grader):
+    peft = pytest.importorskip("peft")
+    trainer = make_trainer(tmp_path, grader, trainer_class=ToRLTrainer, max_completion_length=10)
+    lora = peft.LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM")
+    trainer = ToRLTrainer(
+        model=trainer.model,
+        reward_funcs=[AccuracyReward(grader)],
+        interpreter=trainer._interpreter,
+        args=trainer.args,
+        train_dataset=trainer.train_dataset,
+        processing_class=byte_level_tokenizer(),
+        peft_config=lora,
+    )
+    inputs, _ = scored_batch(trainer)
+    assert trainer.model.training
+    trainer.model.eval()
+    for rollout in (row["rollouts"] for row in inputs):
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        logprobs = trainer.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(rollout.completion_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(rollout.logprobs), expected, atol=1e-4)
+
+
+def test_too_few_problems_for_a_step_are_refused(tmp_path, grader):
+    with pytest.raises(UserError, match="There are 8 problems and a step takes 16"):
+        make_trainer(tmp_path, grader, per_device_train_batch_size=64)
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path, grader):

@@ -11,9 +11,11 @@ One turn with its tool call, as the model sees it (design: the paper's Figure 3 
 """
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Literal
 
+from torl_trl.errors import UserError
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 
 TORL_TEMPLATE = (
@@ -31,7 +33,7 @@ FENCE = "```"
 
 ToolTrigger = Literal["output_marker", "code_fence"]
 
-MALFORMED_CALL = "Error: no complete ```python block before ```output."
+MALFORMED_CALL = "Error: there is no complete ```python block to run."
 NO_OUTPUT = "(The program printed nothing.)"
 
 _STATUS_LINES = {
@@ -41,28 +43,28 @@ _STATUS_LINES = {
     ExecutionStatus.KILLED: "RuntimeError: the program was killed.",
 }
 
-_BLOCK_OPENING = re.compile(r"```python[ \t]*\n")
+_BLOCK_OPENING = re.compile(r"```python[ \t]*\r?\n")
 _CLOSING_FENCE = re.compile(r"(?m)^[ \t]*```")
 
 
 def load_template(value: str | None) -> str:
     """Return the prompt template: ToRL's when `value` is None, the content of a file, or the string itself.
 
-    Raises `ValueError` unless it has exactly one `{question}`.
+    Raises `UserError` unless it has exactly one `{question}`.
     """
     if value is None:
         return TORL_TEMPLATE
     template = value
-    if QUESTION_PLACE not in value and len(value) < 1024 and "\n" not in value:
-        path = Path(value)
-        if not path.is_file():
-            raise ValueError(
-                f"prompt_template {value!r} is neither a file nor a text with {QUESTION_PLACE!r}: "
-                "give a readable file, or a template with one place for the question."
-            )
-        template = path.read_text(encoding="utf-8")
+    if QUESTION_PLACE not in value:
+        try:
+            template = Path(value).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise UserError(
+                f"prompt_template {shorten(value, 80)!r} is neither a text with {QUESTION_PLACE!r} nor a file that can "
+                "be read: give one of them."
+            ) from error
     if template.count(QUESTION_PLACE) != 1:
-        raise ValueError(
+        raise UserError(
             f"prompt_template has {template.count(QUESTION_PLACE)} places for the question: "
             f"write {QUESTION_PLACE!r} exactly once."
         )
@@ -87,7 +89,7 @@ def extract_code(text: str) -> str | None:
     closing = _CLOSING_FENCE.search(text, start)
     if closing is None:
         return None
-    code = text[start : closing.start()]
+    code = textwrap.dedent(text[start : closing.start()])  # a block in a list is indented as a whole
     return code if code.strip() else None
 
 
@@ -117,7 +119,7 @@ def stop_strings(trigger: ToolTrigger, turn_text: str) -> tuple[str, ...]:
 def asks_for_output(trigger: ToolTrigger, turn_text: str) -> bool:
     """Whether a turn that stopped at one of `stop_strings` asks for its code to be run now."""
     if trigger == "output_marker":
-        return True
+        return OUTPUT_MARKER in turn_text
     return PYTHON_FENCE in turn_text and not _inside_python_block(turn_text)
 
 

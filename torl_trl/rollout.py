@@ -286,7 +286,8 @@ class _Loop:
     def insert_observation(self, rollout: Rollout, observation: str) -> None:
         rollout.calls[-1].observation = observation
         text = prompts.inserted_text(self.config.tool_trigger, rollout.segments[-1].text, observation)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        # A program may print the name of a special token: split_special_tokens keeps that plain text.
+        ids = self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         start = len(rollout.completion_ids)
         if start + len(ids) + 1 > self.config.max_completion_length:
             self.finish(rollout, StopReason.OBSERVATION_OVERFLOW)

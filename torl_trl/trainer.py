@@ -21,8 +21,10 @@ from trl.models import unwrap_model_for_generation
 from torl_trl.config import ToRLConfig
 from torl_trl.engines.transformers import Sampling, TransformersEngine
 from torl_trl.errors import UserError
+from torl_trl.generation_copy import GenerationCopy
 from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import Ratio, metric_values, rollout_metrics
+from torl_trl.padding import without_padding
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rewards import AccuracyReward
 from torl_trl.rollout import PhaseTimes, Rollout, run_rollouts
@@ -31,17 +33,6 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may chang
 
 HALF_PRECISION_MIN_LR = 1e-5
 """Pure half-precision AdamW at lr 1e-6 leaves 98 % of the weights where they were (measured)."""
-
-PER_TOKEN = (
-    "completion_ids",
-    "completion_mask",
-    "tool_mask",
-    "old_per_token_logps",
-    "ref_per_token_logps",
-    "sampling_per_token_logps",
-    "importance_sampling_ratio",
-)
-"""Keys of TRL's batches with one value per completion token; the last may be one value per row instead."""
 
 
 class ToRLTrainer(GRPOTrainer):
@@ -75,11 +66,13 @@ class ToRLTrainer(GRPOTrainer):
         self._inputs: list[dict[str, Any]] = []
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
         self._ratios: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
+        self._times = PhaseTimes()
+        self._grading_seconds = 0.0
         self._scoring_seconds = 0.0
         self._training_seconds = Ratio()
         self._rows: list[dict[str, Any]] = []  # of the step or evaluation in `_rows_of`, on the main process
         self._rows_of: tuple[str, int] | None = None
-        self._groups = 0  # of the step or evaluation so far, on all ranks
+        self._completions = 0  # of the step or evaluation so far, on all ranks
         super().__init__(
             model=model,
             reward_funcs=list(reward_funcs),
@@ -93,7 +86,7 @@ class ToRLTrainer(GRPOTrainer):
         )
         self._accuracy_rewards = [function for function in self.reward_funcs if isinstance(function, AccuracyReward)]
         self._check_setup()
-        self._generation_copy = _GenerationCopy(self, args.generation_dtype) if args.generation_dtype else None
+        self._generation_copy = self._make_generation_copy(args.generation_dtype) if args.generation_dtype else None
         self._engine = TransformersEngine(
             self.accelerator.unwrap_model(self.model),
             self.processing_class,
@@ -105,7 +98,7 @@ class ToRLTrainer(GRPOTrainer):
 
     def rollout(self, prompts: list[str]) -> dict[str, list]:
         """Sample this rank's prompts, already repeated `num_generations` times; TRL's `rollout_func` contract."""
-        inputs, times = self._inputs, PhaseTimes()
+        inputs, times, sampling = self._inputs, PhaseTimes(), self._sampling(self._mode)
         prompt_ids = self.processing_class(text=prompts)["input_ids"]
 
         def start_grading(rollout: Rollout) -> None:
@@ -114,7 +107,7 @@ class ToRLTrainer(GRPOTrainer):
 
         with self._generating_model() as model:
             self._engine.model = model
-            self._engine.sampling = self._sampling(self._mode)
+            self._engine.sampling = sampling
             rollouts = run_rollouts(
                 prompt_ids,
                 self._engine,
@@ -125,7 +118,7 @@ class ToRLTrainer(GRPOTrainer):
                 on_finished=start_grading,
                 times=times,
             )
-        self._add_ratios({"time/generating": Ratio(times.generating, 1), "time/waiting": Ratio(times.waiting, 1)})
+        self._times = times
         return {
             "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
@@ -149,9 +142,12 @@ class ToRLTrainer(GRPOTrainer):
 
     @contextlib.contextmanager
     def _generating_model(self) -> Iterator[PreTrainedModel]:
-        """The model that generates: the trained one, whole on this rank, or its half-precision copy."""
+        """The model that generates: the trained one, whole on this rank, or its half-precision copy.
+
+        It is in eval mode meanwhile: dropout, LoRA's for one, would sample from another policy than the loss sees.
+        """
         if self._generation_copy is not None:
-            yield self._generation_copy.refreshed()
+            yield self._generation_copy.at(self.state.global_step)
             return
         with unwrap_model_for_generation(
             self.model_wrapped,
@@ -159,7 +155,20 @@ class ToRLTrainer(GRPOTrainer):
             gather_deepspeed3_params=self.args.ds3_gather_for_generation,
             gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
         ) as model:
-            yield model
+            was_training = model.training
+            model.eval()
+            try:
+                yield model
+            finally:
+                model.train(was_training)
+
+    def _make_generation_copy(self, dtype: str) -> GenerationCopy:
+        source = self.accelerator.unwrap_model(self.model)
+        if not isinstance(source, PreTrainedModel) or self.is_deepspeed_enabled:
+            raise UserError(
+                f"generation_dtype is {dtype!r} with LoRA or DeepSpeed, which it does not support: remove it."
+            )
+        return GenerationCopy(source, dtype)
 
     # --- the wrapper around TRL's step ----------------------------------------------------------------------------
 
@@ -186,24 +195,40 @@ class ToRLTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         started = time.perf_counter()
         self._rewards = super()._calculate_rewards(*args, **kwargs)
-        self._add_ratios({"time/grading": Ratio(time.perf_counter() - started, 1)})
+        self._grading_seconds = time.perf_counter() - started
         return self._rewards
 
     def _record(self, inputs: list[dict[str, Any]], advantages: torch.Tensor) -> None:
         """Add up metrics over ranks and write the rollouts of this generation batch."""
         mode = self._mode
-        rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
-        executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
-        self._add_ratios(rollout_metrics(rollouts) | {"time/executing": Ratio(executing, 1)}, reduce=True)
         step = self.state.global_step + (mode == "train")  # the step that these rollouts train
         if self._rows_of != (mode, step):
-            self._rows, self._rows_of, self._groups = [], (mode, step), 0
-        offset = self.accelerator.process_index * len(inputs)
+            self._rows, self._rows_of, self._completions = [], (mode, step), 0
+        first = self._completions + self.accelerator.process_index * len(inputs)  # places in the step, of all ranks
+        self._completions += self.accelerator.num_processes * len(inputs)
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        if mode == "eval":  # accelerate fills the last batch up with repeats, so that ranks have equally many rows
+            inputs = inputs[: max(0, len(self.eval_dataset) * group_size - first)]
+        rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
+        offset = self.accelerator.process_index * len(advantages)
         local = self._rewards[offset : offset + len(inputs)]  # (rows of this rank, reward functions); NaN is None
         unscorable = local.isnan().all(dim=1)
         totals = (local * self.reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan)
-        group_size = self.num_generations if mode == "train" else self.num_generations_eval
-        full = mode == "eval" or step % self.args.save_rollouts_every == 0 or step == 1
+        executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
+        self._add_ratios(
+            rollout_metrics(rollouts)
+            | {
+                "reward": Ratio(totals.nansum().item(), int((~unscorable).sum())),
+                "time/generating": Ratio(self._times.generating, 1),
+                "time/waiting": Ratio(self._times.waiting, 1),
+                "time/executing": Ratio(executing, 1),
+                "time/grading": Ratio(self._grading_seconds, 1),
+            }
+        )
+        steps_per_batch = max(
+            1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
+        )
+        full = mode == "eval" or step == 1 or step % self.args.save_rollouts_every < steps_per_batch
         rows = [
             rollout_row(
                 rollout,
@@ -212,8 +237,8 @@ class ToRLTrainer(GRPOTrainer):
                 epoch=float(self.state.epoch or 0.0),
                 split=mode,
                 problem_id=row["problem_id"],
-                group_id=self._groups + (offset + position) // group_size,
-                generation_index=(offset + position) % group_size,
+                group_id=(first + position) // group_size,
+                generation_index=(first + position) % group_size,
                 rank=self.accelerator.process_index,
                 prompt=row["prompt"],
                 solution=row["solution"],
@@ -225,7 +250,6 @@ class ToRLTrainer(GRPOTrainer):
             )
             for position, (row, rollout) in enumerate(zip(inputs, rollouts, strict=True))
         ]
-        self._groups += self.accelerator.num_processes * len(inputs) // group_size
         if self.accelerator.num_processes > 1:
             rows = gather_object(rows)
         if self.accelerator.is_main_process:
@@ -234,9 +258,9 @@ class ToRLTrainer(GRPOTrainer):
 
     # --- metrics --------------------------------------------------------------------------------------------------
 
-    def _add_ratios(self, ratios: dict[str, Ratio], *, reduce: bool = False) -> None:
-        """Add to the sums that `log` divides; with `reduce`, summed over ranks first (a collective call)."""
-        if reduce and self.accelerator.num_processes > 1:
+    def _add_ratios(self, ratios: dict[str, Ratio]) -> None:
+        """Sum over ranks (a collective call) and add to the sums that `log` divides."""
+        if self.accelerator.num_processes > 1:
             pairs = [[ratio.numerator, ratio.denominator] for ratio in ratios.values()]
             pairs = torch.tensor(pairs, dtype=torch.float64, device=self.accelerator.device)
             pairs = self.accelerator.reduce(pairs, reduction="sum").tolist()
@@ -252,8 +276,13 @@ class ToRLTrainer(GRPOTrainer):
         if mode == "train" and self._training_seconds.denominator:
             sums["time/training"] = self._training_seconds
             self._training_seconds = Ratio()
-        logs.update({prefix + name: value for name, value in metric_values(sums).items()})
+        values = metric_values(sums)
         sums.clear()
+        if "reward" in values:  # TRL's is a mean of batch means, in which a short last batch weighs too much
+            self._metrics[mode]["reward"] = [values.pop("reward")]
+        logs.update({prefix + name: value for name, value in values.items()})
+        if mode == "eval":
+            self._rows_of = None  # another evaluation at this step starts anew
         super().log(logs, start_time)
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -265,6 +294,12 @@ class ToRLTrainer(GRPOTrainer):
             )
         if not self._accuracy_rewards:
             raise UserError("No AccuracyReward is among the reward functions: add one, metrics need its verdicts.")
+        needed = self.args.generation_batch_size // self.num_generations
+        if self.train_dataset is not None and len(self.train_dataset) < needed:
+            raise UserError(
+                f"There are {len(self.train_dataset)} problems and a step takes {needed}, so that no step would be "
+                "made: lower per_device_train_batch_size or gradient_accumulation_steps, or give more problems."
+            )
         if self.is_fsdp_enabled or (self.is_deepspeed_enabled and not self.args.ds3_gather_for_generation):
             raise UserError(
                 "The transformers engine needs the whole model on each process while ranks generate different numbers "
@@ -279,23 +314,6 @@ class ToRLTrainer(GRPOTrainer):
             )
 
 
-def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
-    """Cut the columns of a micro-batch that are padding in every row; the loss stays the same.
-
-    TRL pads all rows of a generation batch to the longest one before it splits them, so most micro-batches carry
-    columns of nothing through the model: `prompt_*` (rows, length) from the left, per-token values from the right.
-    """
-    start = int(batch["prompt_mask"].any(dim=0).int().argmax())
-    length = batch["completion_mask"].shape[1]
-    width = max(1, int(batch["completion_mask"].any(dim=0).sum()))
-    cut = {name: value[:, start:] for name, value in batch.items() if name in ("prompt_ids", "prompt_mask")}
-    for name in PER_TOKEN:
-        value = batch.get(name)
-        if value is not None and value.shape[1] == length:
-            cut[name] = value[:, :width]
-    return batch | cut
-
-
 def _rollout_func(prompts: list[str], trainer: ToRLTrainer) -> dict[str, list]:
     return trainer.rollout(prompts)
 
@@ -303,24 +321,3 @@ def _rollout_func(prompts: list[str], trainer: ToRLTrainer) -> dict[str, list]:
 def _training_mask(rollout: Rollout) -> list[int]:
     """The mask TRL trains with: all zero where our interpreter failed, so that no token counts anywhere."""
     return [0] * len(rollout.env_mask) if rollout.interpreter_failed else rollout.env_mask
-
-
-class _GenerationCopy:
-    """A half-precision copy of the trained weights that only generates; refreshed when the step has changed."""
-
-    def __init__(self, trainer: ToRLTrainer, dtype: str):
-        source = trainer.accelerator.unwrap_model(trainer.model)
-        if not isinstance(source, PreTrainedModel) or trainer.is_deepspeed_enabled:
-            raise UserError(
-                f"generation_dtype is {dtype!r} with LoRA or DeepSpeed, which it does not support: remove it."
-            )
-        self._trainer, self._source, self._step = trainer, source, -1
-        self._model = type(source)(source.config).to(device=source.device, dtype=getattr(torch, dtype)).eval()
-
-    @torch.no_grad()
-    def refreshed(self) -> PreTrainedModel:
-        if self._step != self._trainer.state.global_step:
-            for target, weights in zip(self._model.parameters(), self._source.parameters(), strict=True):
-                target.copy_(weights)
-            self._step = self._trainer.state.global_step
-        return self._model

@@ -51,7 +51,7 @@ class FinishedTurn:
 class Tokenizer(Protocol):
     """What the loop and the engines need of a transformers tokenizer."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(
         self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool

@@ -39,11 +39,9 @@ class Sampling:
         processors = LogitsProcessorList()
         if self.repetition_penalty != 1.0:
             processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.temperature in (0.0, 1.0):
-            pass
-        else:
-            processors.append(TemperatureLogitsWarper(self.temperature))
         if self.temperature != 0.0:
+            if self.temperature != 1.0:
+                processors.append(TemperatureLogitsWarper(self.temperature))
             if self.top_k:
                 processors.append(TopKLogitsWarper(self.top_k))
             if self.top_p < 1.0:
@@ -148,12 +146,14 @@ class _Batch:
     ) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
         """Return logits of the last position (rows, vocabulary), the cache, ids and mask (rows, length).
 
-        Layout of a row: common start, padding, rest. The padding is masked and takes no position.
+        Layout of a row: common start, padding, rest. The padding is masked and takes no position. It repeats a token
+        of the row, which a repetition penalty punishes anyway. A sliding window counts slots, padding included, so
+        models that have one get all padding on the left.
         """
         inputs = [request.token_ids for request in self.requests]
-        common = _common_start(inputs)
+        common = 0 if _has_sliding_window(model) else _common_start(inputs)
         width = max(map(len, inputs))
-        padded = [ids[:common] + [0] * (width - len(ids)) + ids[common:] for ids in inputs]
+        padded = [ids[:common] + ids[:1] * (width - len(ids)) + ids[common:] for ids in inputs]
         ids = torch.tensor(padded, device=device)
         mask = torch.ones_like(ids)
         for row, row_ids in enumerate(inputs):
@@ -188,6 +188,13 @@ class _Batch:
         else:
             tokens = torch.multinomial(logprobs.exp(), num_samples=1).squeeze(1)
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _has_sliding_window(model: PreTrainedModel) -> bool:
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return any(layer_type != "full_attention" for layer_type in layer_types) or (
+        not layer_types and getattr(model.config.get_text_config(), "sliding_window", None) is not None
+    )
 
 
 def _common_start(rows: list[list[int]]) -> int:

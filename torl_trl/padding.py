@@ -1,0 +1,31 @@
+"""Micro-batches without the columns that are padding in all their rows."""
+
+from typing import Any
+
+PER_TOKEN = (
+    "completion_ids",
+    "completion_mask",
+    "tool_mask",
+    "old_per_token_logps",
+    "ref_per_token_logps",
+    "sampling_per_token_logps",
+    "importance_sampling_ratio",
+)
+"""Keys of TRL's batches with one value per completion token; the last may be one value per row instead."""
+
+
+def without_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """Cut the columns of a micro-batch that are padding in every row; the loss stays the same.
+
+    TRL pads all rows of a generation batch to the longest one before it splits them, so most micro-batches carry
+    columns of nothing through the model: `prompt_*` (rows, length) from the left, per-token values from the right.
+    """
+    start = int(batch["prompt_mask"].any(dim=0).int().argmax())
+    length = batch["completion_mask"].shape[1]
+    width = max(1, int(batch["completion_mask"].any(dim=0).sum()))
+    cut = {name: value[:, start:] for name, value in batch.items() if name in ("prompt_ids", "prompt_mask")}
+    for name in PER_TOKEN:
+        value = batch.get(name)
+        if value is not None and value.shape[1] == length:
+            cut[name] = value[:, :width]
+    return batch | cut
