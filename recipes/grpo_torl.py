@@ -8,19 +8,22 @@ The YAML is found in the working directory or beside this script; every key can 
 
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from transformers import AutoTokenizer, set_seed
+from datasets import Dataset
+from transformers import set_seed
 from trl import get_peft_config
 
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
-from torl_trl.command_line import loading, parse_arguments, run_main
+from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.config import share_of_rank
 from torl_trl.console import StepLines, log_summary, remove_bars
 from torl_trl.curves import draw_curves
-from torl_trl.data import load_problems
+from torl_trl.data import load_problems, on_main_process
 from torl_trl.grading import Grader
 from torl_trl.metrics_file import MetricsFile
+from torl_trl.models import load_model, load_tokenizer
 from torl_trl.prompts import load_template
 from torl_trl.run_folder import write_config
 
@@ -29,7 +32,9 @@ def main() -> None:
     script_args, args, model_args = parse_arguments(sys.argv[1:], Path(__file__).parent)
     set_seed(args.seed)
     run_folder = Path(args.output_dir)
-    model_name = model_args.model_name_or_path
+    if args.process_index == 0:
+        # TRL derives generation_batch_size, and refuses it beside steps_per_generation when it is given again.
+        write_config(run_folder, script_args, args, model_args, leave_out=("generation_batch_size",))
 
     with ExitStack() as resources:
         # What can fail at once comes before what takes long.
@@ -39,11 +44,11 @@ def main() -> None:
             options = share_of_rank(args.interpreter_options, "slots")
             interpreter = resources.enter_context(get_interpreter(args.interpreter, **options))
         grader = resources.enter_context(Grader(**share_of_rank({"num_workers": args.grading_workers}, "num_workers")))
-        with loading("tokenizer", model_name):
-            tokenizer = AutoTokenizer.from_pretrained(model_name, revision=model_args.model_revision)
+        tokenizer = load_tokenizer(model_args, args)
 
-        def problems(name: str, path: str, split: str, limit: int | None):
-            return load_problems(
+        def problems(name: str, path: str, split: str, limit: int | None) -> Dataset:
+            load = partial(
+                load_problems,
                 path,
                 name=name,
                 split=split,
@@ -56,41 +61,34 @@ def main() -> None:
                 grader=grader,
                 max_problems=limit,
             )
+            return on_main_process(load)
 
         train_dataset = problems(
             "train", script_args.dataset_name, script_args.dataset_train_split, script_args.max_train_problems
         )
         eval_dataset = None
         if args.eval_strategy != "no" or args.eval_on_start:
-            eval_path = script_args.eval_dataset_name or script_args.dataset_name
+            eval_path = script_args.eval_data()
             eval_dataset = problems("eval", eval_path, script_args.dataset_test_split, script_args.max_eval_problems)
 
         reward_funcs = [AccuracyReward(grader, grade_text=args.grade_text)]
         if args.executability_penalty:
             reward_funcs.append(ExecutabilityPenalty(scope=args.penalty_scope))
 
-        args.model_init_kwargs = {
-            "revision": model_args.model_revision,
-            "attn_implementation": model_args.attn_implementation,
-            "dtype": model_args.dtype,
-            **(args.model_init_kwargs or {}),
-        }
-        with loading("model", model_name):
-            trainer = ToRLTrainer(
-                model=model_name,
-                reward_funcs=reward_funcs,
-                interpreter=interpreter,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=tokenizer,
-                callbacks=[MetricsFile(run_folder), StepLines()],
-                peft_config=get_peft_config(model_args),
-            )
+        model = load_model(model_args, args)
+        args.model_init_kwargs = None  # used; TRL refuses them beside a model
+        trainer = ToRLTrainer(
+            model=model,
+            reward_funcs=reward_funcs,
+            interpreter=interpreter,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=[MetricsFile(run_folder), StepLines()],
+            peft_config=get_peft_config(model_args),
+        )
         remove_bars(trainer)
-        if trainer.is_world_process_zero():
-            # TRL derives generation_batch_size and refuses it beside steps_per_generation when given again.
-            write_config(run_folder, script_args, args, model_args, leave_out=("generation_batch_size",))
 
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 

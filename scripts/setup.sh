@@ -56,8 +56,13 @@ if ! "$venv/bin/python" -c "$suitable" >/dev/null 2>&1; then
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 ||
         fail "$python cannot make environments: install its venv module (on Debian and Ubuntu: apt install python3-venv)."
+    if [ -n "$(ls -A "$venv" 2>/dev/null)" ] && [ ! -e "$venv/.torl" ]; then
+        fail "$venv has files and is no environment of Python 3.11 or newer: delete it, or name another folder with VENV=."
+    fi
     echo "[setup] making $venv with $("$python" --version) ($python)"
-    "$python" -m venv --clear "$venv"
+    rm -rf "$venv"  # what is there is ours, made with a Python that is gone
+    "$python" -m venv "$venv"
+    touch "$venv/.torl"
 fi
 
 if ! is_done demo "$demo_sum"; then

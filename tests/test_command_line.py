@@ -1,5 +1,6 @@
 """The command line: YAML and overrides, and one sentence for every mistake."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 
 from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.errors import UserError
+from torl_trl.prompts import load_template
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
@@ -27,6 +29,34 @@ def test_a_yaml_gives_the_values_and_the_command_line_overrides_them(tmp_path):
     script_args, args, model_args = parse_arguments(["--config", str(path), "--max_tool_calls=3"], RECIPES)
     assert (args.learning_rate, args.max_tool_calls, args.interpreter_options) == (1e-4, 3, {"timeout_seconds": 3})
     assert (model_args.model_name_or_path, script_args.dataset_name) == ("m", "d.jsonl")
+
+
+def test_a_yaml_may_set_environment_variables(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORL_TEST_VARIABLE", raising=False)
+    parse_arguments(["--config", str(recipe(tmp_path, "env: {TORL_TEST_VARIABLE: 5}\n"))], RECIPES)
+    assert os.environ.pop("TORL_TEST_VARIABLE") == "5"
+
+
+def test_a_long_template_on_one_line_is_a_text_and_not_a_path(tmp_path):
+    template = "word " * 100 + "{question}"
+    path = recipe(tmp_path, f"prompt_template: '{template}'\n")
+    assert load_template(parse_arguments(["--config", str(path)], RECIPES)[0].prompt_template) == template
+
+
+@pytest.mark.parametrize("template", ["no place", "no/such/file.txt", "{question} {question}"])
+def test_a_template_without_one_place_is_refused(template):
+    with pytest.raises(UserError, match="prompt_template"):
+        load_template(template)
+
+
+def test_held_out_problems_are_not_the_training_file(tmp_path, monkeypatch):
+    (tmp_path / "d.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    script_args = parse_arguments(["--config", str(recipe(tmp_path))], RECIPES)[0]
+    with pytest.raises(UserError, match="one file, whose problems are trained"):
+        script_args.eval_data()
+    script_args.eval_dataset_name = "other.jsonl"
+    assert script_args.eval_data() == "other.jsonl"
 
 
 def test_a_dict_can_be_given_on_the_command_line(tmp_path):
@@ -53,10 +83,22 @@ def test_paths_may_be_relative_to_the_yaml(tmp_path, monkeypatch):
         ("max_tool_cals: 1\n", [], "run.yaml has the unknown key 'max_tool_cals': did you mean 'max_tool_calls'?"),
         ("xyzzy: 1\n", [], "run.yaml has the unknown key 'xyzzy': remove it."),
         ("", ["--max_tool_cals", "1"], "Unknown option '--max_tool_cals': did you mean '--max_tool_calls'?"),
-        ("learning_rate: fast\n", [], "--learning_rate: invalid float value: 'fast'"),
+        ("learning_rate: fast\n", [], "run.yaml: learning_rate is 'fast'; give one number."),
+        ("", ["--learning_rate", "fast"], "--learning_rate: invalid float value: 'fast'"),
+        ("learning_rate: null\n", [], "run.yaml: learning_rate is None; give one number."),
+        ("learning_rate: .nan\n", [], "run.yaml: learning_rate is nan; give one number."),
+        ("max_steps: 2.5\n", [], "run.yaml: max_steps is 2.5; give one whole number."),
+        ("max_tool_calls: true\n", [], "run.yaml: max_tool_calls is True; give one whole number."),
+        ("executability_penalty: 3\n", [], "run.yaml: executability_penalty is 3; give true or false."),
+        ("save_strategy: no\n", [], 'save_strategy is False, as YAML reads a bare no; write "no" in quotes.'),
+        ("resume_from_checkpoint: nowhere\n", [], "resume_from_checkpoint is 'nowhere', which is no folder"),
+        ("resume_from_checkpoint: true\n", [], "resume_from_checkpoint is true and 'out' has no checkpoint"),
+        ("load_in_4bit: true\n", [], "load_in_8bit and load_in_4bit are not supported"),
+        ("dataset_streaming: true\n", [], "dataset_streaming is true, which has no effect here"),
+        ("max_train_problems: -1\n", [], "max_train_problems is -1: give a number of at least 1."),
         ("", ["--num_generations", "many"], "--num_generations: invalid int value: 'many'"),
         ("grade_text: [own]\n", [], "grade_text is ['own']"),
-        ("num_generations: [8]\n", [], "run.yaml: num_generations is [8]; give one number."),
+        ("num_generations: [8]\n", [], "run.yaml: num_generations is [8]; give one whole number."),
         ("interpreter_options: fast\n", [], "interpreter_options is 'fast'"),
         ("a: b: c\n", [], "run.yaml is not valid YAML"),
         ("dataset_name: null\n", [], "dataset_name is missing"),
@@ -109,12 +151,16 @@ def test_every_recipe_parses(path):
         (["--config", "tiny.yaml", "--problem_column", "nothing"], "nothing"),
         (["--config", "tiny.yaml", "--model_name_or_path", "no/model"], "no/model"),
         (["--config", "tiny.yaml", "--interpreter", "magic"], "magic"),
+        (["--config", "tiny.yaml", "--dtype", "float99"], "float99"),
+        (["--config", "tiny.yaml", "--attn_implementation", "magic"], "magic"),
+        (["--config", "tiny.yaml", "--output_dir", "/proc/nowhere"], "/proc/nowhere"),
+        (["--config", "tiny.yaml", "--model_name_or_path", "tiny"], "recipes/tiny"),
         (["--config", "tiny.yaml", "--interpreter_options", '{"speed": 9}'], "speed"),
     ],
 )
 @pytest.mark.slow
 def test_the_script_shows_no_traceback_for_user_errors(words, message, tmp_path):
-    command = [sys.executable, str(RECIPES / "grpo_torl.py"), *words, "--output_dir", str(tmp_path)]
+    command = [sys.executable, str(RECIPES / "grpo_torl.py"), "--output_dir", str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -70,10 +70,32 @@ def test_each_row_keeps_its_own_stop_strings():
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_a_full_recomputation(temperature):
     torch.manual_seed(3)
-    for row, turn in zip(requests(), finished(engine(temperature), requests()).values(), strict=True):
+    for turn in finished(engine(temperature), requests()).values():
         row = requests()[turn.rollout_id]
         ids = torch.tensor([row.token_ids + turn.token_ids])
         logprobs = (tiny_model()(ids).logits[0].float() / temperature).log_softmax(-1)
+        expected = logprobs[len(row.token_ids) - 1 : -1].gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-4)
+
+
+def test_a_sliding_window_sees_tokens_and_not_padding():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=420,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+    )
+    model = MistralForCausalLM(config).eval()
+    windowed = TransformersEngine(model, byte_level_tokenizer(), Sampling(), eos_token_ids=[0])
+    for turn in finished(windowed, requests()).values():
+        row = requests()[turn.rollout_id]
+        logprobs = model(torch.tensor([row.token_ids + turn.token_ids])).logits[0].log_softmax(-1)
         expected = logprobs[len(row.token_ids) - 1 : -1].gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0]
         assert torch.allclose(torch.tensor(turn.logprobs), expected, atol=1e-4)
 

@@ -15,10 +15,10 @@ SCRIPT = str(ROOT / "recipes" / "grpo_torl.py")
 SHORT = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_rollouts_every", "1"]
 
 
-def launch(folder: Path, *words: str, accelerate: tuple[str, ...] = (), env: dict[str, str] | None = None) -> str:
+def launch(folder: Path, *words: str, processes: int = 1, env: dict[str, str] | None = None) -> str:
     command = [sys.executable]
-    if accelerate:
-        command += ["-m", "accelerate.commands.launch", *accelerate]
+    if processes > 1:  # accelerate's launcher starts one process where there is no GPU, torchrun starts all
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command += [SCRIPT, "--config", "tiny.yaml", "--output_dir", str(folder), *SHORT, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
@@ -58,7 +58,9 @@ def test_the_written_config_repeats_the_run(tmp_path):
 @pytest.mark.slow
 def test_two_processes_train_together_and_rank_0_writes_alone(tmp_path):
     words = ("--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1", "--num_generations", "8")
-    launch(tmp_path, *words, accelerate=("--cpu", "--num_processes", "2", "--num_machines", "1"))
+    words += ("--eval_strategy", "steps", "--eval_steps", "2", "--max_eval_problems", "5")
+    words += ("--per_device_eval_batch_size", "2", "--num_generations_eval", "1")
+    launch(tmp_path, *words, processes=2, env={"ACCELERATE_USE_CPU": "true"})
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
     table = read_rollouts(tmp_path / "rollouts" / "step_000001.parquet").to_pylist()
     assert len(table) == 32
@@ -67,6 +69,10 @@ def test_two_processes_train_together_and_rank_0_writes_alone(tmp_path):
     accuracy = sum(row["correct"] for row in table) / 32
     assert metrics(tmp_path)[0]["accuracy"] == pytest.approx(accuracy)
     calls = [sum(len(row["calls"]) for row in table if row["rank"] == rank) for rank in (0, 1)]
+    (evaluation,) = metrics(tmp_path, "eval")  # 5 problems on 2 ranks in batches of 2: no repeat counts
+    table = read_rollouts(tmp_path / "rollouts" / "eval_step_000002.parquet").to_pylist()
+    assert len({row["problem_id"] for row in table}) == len(table) == 5
+    assert evaluation["accuracy"] == pytest.approx(sum(row["correct"] for row in table) / 5)
     assert sum(calls) == sum(value for name, value in metrics(tmp_path)[0].items() if name.startswith("tools/status/"))
 
 

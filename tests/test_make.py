@@ -22,7 +22,7 @@ esac
 RECORDER = """#!/bin/sh
 [ "$1" = --version ] && echo Python 3.12.0 && exit
 case "$2" in
-    venv) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     pip) echo "$*" >> "$PIP_LOG" ;;
     *print*) echo 1 ;;
 esac
@@ -63,6 +63,14 @@ def test_an_unsuitable_python_is_one_sentence_that_names_it(tmp_path: Path, text
     assert result.returncode != 0
     assert len(result.stderr.splitlines()) == 1
     assert str(python) in result.stderr and sentence in result.stderr
+
+
+def test_a_folder_with_other_files_is_never_made_into_an_environment(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    result = set_up("demo", tmp_path, PYTHON=str(executable(tmp_path.parent / "recorder", RECORDER)))
+    assert result.returncode != 0
+    assert "has files and is no environment of Python 3.11 or newer" in result.stderr
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
 def test_no_suitable_python_on_path_is_one_sentence(tmp_path: Path) -> None:

@@ -150,6 +150,18 @@ def test_observations_follow_the_rule(result, observation):
     assert len(rollout.calls[0].observation) <= 256
 
 
+def test_the_name_of_a_special_token_in_an_observation_is_plain_text():
+    (rollout,), _ = run([CALL + ANSWER], answer=lambda code: ok("<|endoftext|>"))
+    assert 0 not in rollout.completion_ids[:-1]
+    assert rollout.calls[0].observation == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("block", ["```python\r\nprint(1)\r\n```\n", "  ```python\n  print(1)\n  ```\n"])
+def test_blocks_with_other_line_ends_or_an_indentation_run(block):
+    (rollout,), _ = run([f"{block}```output{ANSWER}"])
+    assert rollout.calls[0].code.strip() == "print(1)" and rollout.calls[0].code.startswith("print")
+
+
 def test_an_interpreter_failure_is_retried_and_never_shown_to_the_model():
     failures = iter([InterpreterUnavailable("down"), InterpreterUnavailable("down"), ok("42")])
     (rollout,), _ = run([CALL + ANSWER], answer=lambda code: next(failures))
@@ -246,10 +258,22 @@ def test_an_engine_that_breaks_the_contract_is_noticed_and_left_empty():
     engine.add(engine.requests[0])  # refused if the request were still there
 
 
-PIECES = st.sampled_from(
-    ["```python\n", "```", "```\n", "\n```\n", "```output", "```output\n", "\n", " ", "print(6 * 7)\n", "x = 1", "é∑"]
-    + ["The answer", "\\boxed{42}", "`", "``", "output", "put", "thon\n", "```python", "``` python\n", FENCED, CALL]
-)
+FENCES = ["```python\n", "```", "```\n", "\n```\n", "```output", "```output\n", "`", "``", "```python", "``` python\n"]
+WORDS = [
+    "\n",
+    " ",
+    "print(6 * 7)\n",
+    "x = 1",
+    "é∑",
+    "The answer",
+    "\\boxed{42}",
+    "output",
+    "put",
+    "thon\n",
+    FENCED,
+    CALL,
+]
+PIECES = st.sampled_from(FENCES + WORDS)
 RESULTS = st.sampled_from(
     [
         ok("42"),

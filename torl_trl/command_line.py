@@ -7,11 +7,12 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser
 
 from torl_trl.config import ToRLConfig, ToRLScriptArguments
@@ -53,19 +54,10 @@ def parse_arguments(arguments: Sequence[str], recipes: Path) -> tuple[ToRLScript
             _resolve_paths(parsed, config_path.parent)
     if not model_args.model_name_or_path:
         raise UserError("model_name_or_path is missing: give a model folder or a Hub id.")
+    if model_args.load_in_8bit or model_args.load_in_4bit:
+        raise UserError("load_in_8bit and load_in_4bit are not supported: use LoRA with dtype: bfloat16 instead.")
+    training_args.resume_from_checkpoint = _checkpoint(training_args)
     return script_args, training_args, model_args
-
-
-@contextlib.contextmanager
-def loading(what: str, name: str) -> Iterator[None]:
-    """Turn the errors of a missing or broken model folder or Hub id into a `UserError`."""
-    try:
-        yield
-    except OSError as error:  # transformers' and huggingface_hub's errors for files and connections are OSErrors
-        reason = " ".join(str(error).split()).partition(". ")[0]
-        raise UserError(
-            f"The {what} {name!r} cannot be loaded ({reason}): give a model folder or a Hub id that can be reached."
-        ) from error
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
@@ -79,6 +71,20 @@ def run_main(main: Callable[[], None]) -> NoReturn:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(2)
     sys.exit(0)
+
+
+def _checkpoint(args: ToRLConfig) -> str | None:
+    """The checkpoint folder to resume from; `true` takes the last one of `output_dir`."""
+    name = args.resume_from_checkpoint
+    if name is None or str(name).lower() == "false":
+        return None
+    if str(name).lower() == "true":
+        name = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        if name is None:
+            raise UserError(f"resume_from_checkpoint is true and {args.output_dir!r} has no checkpoint: remove it.")
+    if not Path(name).is_dir():
+        raise UserError(f"resume_from_checkpoint is {name!r}, which is no folder: name a checkpoint-N, or true.")
+    return str(name)
 
 
 def _split_equals(arguments: Sequence[str]) -> list[str]:
@@ -112,20 +118,41 @@ def _check_keys(parser: _Parser, path: Path) -> None:
     if not isinstance(config, dict):
         raise UserError(f"{path.name} holds a {type(config).__name__}: write one `key: value` per line.")
     actions = {action.dest: action for action in parser._actions}
+    config.pop("env", None)  # environment variables, set by TRL's parser
     for key, value in config.items():
-        if key not in actions and key != "env":
+        if key not in actions:
             raise UserError(f"{path.name} has the unknown key {key!r}{_suggestion(str(key), set(actions))}.")
-        if isinstance(value, list | dict) and actions[key].nargs is None and not _takes_text(actions[key]):
-            raise UserError(f"{path.name}: {key} is {value!r}; give one number.")
+        if key.endswith("_strategy") and isinstance(value, bool):
+            raise UserError(f'{path.name}: {key} is {value!r}, as YAML reads a bare no; write "no" in quotes.')
+        if not _is_value(actions[key], value):
+            raise UserError(f"{path.name}: {key} is {value!r}; give {_kind(actions[key])}.")
 
 
-def _takes_text(action: argparse.Action) -> bool:
-    """Whether any text is a value, as for names and mappings in JSON; a number's converter refuses it."""
+def _is_value(action: argparse.Action, value: Any) -> bool:
+    """Whether a value from a YAML is one that the option's converter takes; YAML values never meet it otherwise."""
+    if value is None:
+        return action.default is None
+    if action.nargs in ("+", "*") and isinstance(value, list):
+        return all(_is_value(action, item) for item in value)
+    if isinstance(value, list | dict):
+        return _takes(action, "text")  # options that take mappings take their JSON text too
+    return _takes(action, str(value)) and value == value  # a number that is not equal to itself is NaN
+
+
+def _takes(action: argparse.Action, text: str) -> bool:
     try:
-        action.type("text")
+        action.type(text)
     except (ValueError, argparse.ArgumentTypeError):
         return False
     return True
+
+
+def _kind(action: argparse.Action) -> str:
+    if _takes(action, "text"):
+        return "a text"
+    if not _takes(action, "2"):
+        return "true or false"
+    return "one number" if _takes(action, "0.5") else "one whole number"
 
 
 def _check_flags(parser: _Parser, arguments: list[str]) -> None:
@@ -143,7 +170,8 @@ def _suggestion(name: str, known: set[str]) -> str:
 def _resolve_paths(parsed: Any, folder: Path) -> None:
     for name in LOCAL_PATHS:
         value = getattr(parsed, name, None)
-        if isinstance(value, str) and value and "\n" not in value and len(value) < 1024:
-            beside = folder / value
-            if not Path(value).exists() and beside.exists():
-                setattr(parsed, name, str(beside))
+        if isinstance(value, str) and value:
+            with contextlib.suppress(OSError):  # a template on one line is too long for a file's name
+                beside = folder / value
+                if not Path(value).exists() and beside.exists():
+                    setattr(parsed, name, str(beside))

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from trl import GRPOConfig, ScriptArguments
@@ -178,6 +179,24 @@ class ToRLScriptArguments(ScriptArguments):
     def __post_init__(self) -> None:
         if not self.dataset_name:
             raise UserError("dataset_name is missing: give a Hub data set id, or a JSONL, JSON, CSV or parquet file.")
+        for name in ("dataset_streaming", "ignore_bias_buffers"):
+            if getattr(self, name):
+                raise UserError(f"{name} is true, which has no effect here: remove it.")
+        for name in ("max_train_problems", "max_eval_problems", "max_prompt_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name} is {value!r}: give a number of at least 1.")
+
+    def eval_data(self) -> str:
+        """Where held-out problems come from. Raises `UserError` where it would be the training data again."""
+        if self.eval_dataset_name:
+            return self.eval_dataset_name
+        if Path(self.dataset_name).is_file():
+            raise UserError(
+                f"There is no eval_dataset_name, and dataset_name {self.dataset_name!r} is one file, whose problems "
+                'are trained: name a file with held-out problems, or set eval_strategy to "no".'
+            )
+        return self.dataset_name
 
 
 def share_of_rank(options: dict[str, Any], limit: str) -> dict[str, Any]:

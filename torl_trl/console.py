@@ -13,7 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, read_metrics
+from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, ROLLOUTS_NAME, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,9 @@ def log_summary(run_folder: Path) -> None:
     lines = read_metrics(run_folder)
     split = "eval" if any(line["split"] == "eval" for line in lines) else "train"
     measured = [line for line in lines if line["split"] == split]
+    if not measured:
+        logger.info("Nothing was logged: logging_steps is larger than the number of steps.")
+        return
     first, last = measured[0], measured[-1]
     logger.info("")
     logger.info(
@@ -83,11 +86,12 @@ def log_summary(run_folder: Path) -> None:
         values = [f"{line[name]:.2f}" if line.get(name) is not None else "-" for line in (first, last)]
         logger.info("%-34s %10s %10s", label, *values)
     logger.info("")
-    checkpoints = sorted(run_folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    checkpoint = run_folder / f"checkpoint-{max(line['step'] for line in lines)}"
     for label, path in (
         ("figure", run_folder / CURVES_NAME),
         ("metrics", run_folder / METRICS_NAME),
-        ("rollouts", run_folder / "rollouts"),
-        *((("checkpoint", checkpoints[-1]),) if checkpoints else ()),
+        ("rollouts", run_folder / ROLLOUTS_NAME),
+        ("checkpoint", checkpoint),
     ):
-        logger.info("%-12s %s", label, path)
+        if path.exists():
+            logger.info("%-12s %s", label, path)

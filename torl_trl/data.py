@@ -22,6 +22,8 @@ from typing import Any
 import datasets
 import pyarrow
 import pyarrow.parquet
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 
 from torl_trl.errors import UserError
 from torl_trl.grading import Grader
@@ -93,6 +95,13 @@ def load_problems(
     report.kept = len(problems)
     logger.info("%s data: %d of %d problems from %s.", name, report.kept, report.rows, name_or_path)
     return datasets.Dataset.from_list(problems)
+
+
+def on_main_process(load: Callable[[], datasets.Dataset]) -> datasets.Dataset:
+    """Call `load` on the main process and give its result to all: a verdict that ran out of time on one rank alone
+    would give the ranks different problems."""
+    box = [load() if PartialState().is_main_process else None]
+    return broadcast_object_list(box)[0]
 
 
 def _drop(report: LoadReport, reason: str, count: int) -> None:
@@ -167,7 +176,11 @@ def _as_rows(value: Any) -> list[Row]:
 
 def _read_csv(path: Path) -> list[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        return list(csv.DictReader(lines, strict=True))
+        rows = list(csv.DictReader(lines, strict=True))
+    for number, row in enumerate(rows, start=2):
+        if None in row:  # an unquoted comma would move the answer
+            raise ValueError(f"line {number} has more fields than the header")
+    return rows
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -187,7 +200,7 @@ READERS: dict[str, Callable[[Path], list[Row]]] = {
 
 def _read_problems(rows: list[Row], origin: str, problem_column: str, answer_column: str) -> tuple[list[Row], int]:
     """Return problems (`problem`, `problem_id`, `solution`, perhaps `source`) and the number of rows without one."""
-    columns = list(dict.fromkeys(column for row in rows for column in row if column is not None))
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     verl = problem_column not in columns and {"prompt", "reward_model"} <= set(columns)
     absent = [] if verl else [column for column in (problem_column, answer_column) if column not in columns]
     if rows and absent:
@@ -199,7 +212,7 @@ def _read_problems(rows: list[Row], origin: str, problem_column: str, answer_col
     problems = []
     for row in rows:
         problem = _user_message(row.get("prompt")) if verl else row.get(problem_column)
-        answer = (row.get("reward_model") or {}).get("ground_truth") if verl else row.get(answer_column)
+        answer = _ground_truth(row.get("reward_model")) if verl else row.get(answer_column)
         solution = solution_text(answer)
         if not isinstance(problem, str) or not problem.strip() or solution is None:
             continue
@@ -214,8 +227,13 @@ def _user_message(messages: Any) -> str | None:
     """Return the last user message of a chat: ToRL's template takes the problem only, not the system message."""
     if not isinstance(messages, list):
         return None
+    messages = [message for message in messages if isinstance(message, dict)]
     texts = [message.get("content") for message in messages if message.get("role") == "user"]
     return texts[-1] if texts else None
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
 
 
 def problem_id(problem: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from torl_trl.run_folder import METRICS_NAME, write_atomically
+from torl_trl.run_folder import METRICS_NAME, remove_rollouts_after, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,8 @@ class MetricsFile(TrainerCallback):
     (`train_runtime` and so on) is `"split": "summary"`. NaN and infinity become null.
 
     When training starts, what the coming steps will write again is removed: everything after the checkpoint that is
-    resumed, or the whole of an older run (lines that this object wrote at step 0 before training stay).
+    resumed, or the whole of an older run (lines that this object wrote at step 0 before training stay). Rollout files
+    of those steps go with them.
     """
 
     def __init__(self, run_folder: Path):
@@ -34,7 +35,10 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not state.is_world_process_zero or not self.path.exists():
+        if not state.is_world_process_zero:
+            return
+        remove_rollouts_after(self.path.parent, state.global_step)
+        if not self.path.exists():
             return
         lines = _complete_lines(self.path)
         if state.global_step > 0:

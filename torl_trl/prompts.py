@@ -60,8 +60,8 @@ def load_template(value: str | None) -> str:
             template = Path(value).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, ValueError) as error:
             raise UserError(
-                f"prompt_template {shorten(value, 80)!r} is neither a text with {QUESTION_PLACE!r} nor a file that can "
-                "be read: give one of them."
+                f"prompt_template {shorten(value, 80)!r} is neither a text with {QUESTION_PLACE!r} nor a file that "
+                "can be read: give one of them."
             ) from error
     if template.count(QUESTION_PLACE) != 1:
         raise UserError(

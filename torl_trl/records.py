@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torl_trl.rollout import Rollout, ToolCall
+from torl_trl.run_folder import ROLLOUTS_NAME
 
 SCHEMA_VERSION = 1
 """Raised when a column changes its name, type or meaning; a new column alone does not raise it."""
@@ -127,7 +128,7 @@ def rollout_row(
 def rollouts_path(run_folder: Path, step: int, split: str) -> Path:
     """Return where the rollouts of a step belong."""
     prefix = "" if split == "train" else f"{split}_"
-    return run_folder / "rollouts" / f"{prefix}step_{step:06d}.parquet"
+    return run_folder / ROLLOUTS_NAME / f"{prefix}step_{step:06d}.parquet"
 
 
 def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

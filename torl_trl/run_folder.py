@@ -18,9 +18,12 @@ from typing import Any
 
 import yaml
 
+from torl_trl.errors import UserError
+
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 CURVES_NAME = "curves.png"
+ROLLOUTS_NAME = "rollouts"
 
 _SECRET = re.compile(r"(^|_)(token|api_?key|access_key|secret|secret_key|private_key|password|credentials)$")
 _SPECIAL_TOKEN = re.compile(r"(^|_)(eos|bos|pad|unk|cls|sep|mask)_token$")
@@ -53,6 +56,10 @@ def write_config(run_folder: Path, *parts: Any, leave_out: Collection[str] = ())
     if secrets:
         header = f"{header[:-1]} Left out as secret: {', '.join(sorted(secrets))}.\n"
     path = run_folder / CONFIG_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir {str(run_folder)!r} cannot be made ({error.strerror}): give another.") from error
     write_atomically(path, header + yaml.safe_dump(plain, sort_keys=True, allow_unicode=True, width=120))
     return path
 
@@ -74,6 +81,13 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{str(path)!r}, line {number}, is {text!r}, not a JSON object: mend or remove it.")
         lines.append(line)
     return lines
+
+
+def remove_rollouts_after(run_folder: Path, step: int) -> None:
+    """Remove rollout files that the coming steps write again, or that an older run left, so that runs never mix."""
+    for path in (run_folder / ROLLOUTS_NAME).glob("*step_*.parquet"):
+        if int(path.stem.rpartition("_")[2]) > step:
+            path.unlink()
 
 
 def write_atomically(path: Path, text: str) -> None:

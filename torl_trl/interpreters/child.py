@@ -1,10 +1,10 @@
 """What runs in the child process of the embedded interpreter: set the limits, then run the program as `__main__`.
 
-Arguments: the number of a file descriptor that gets one byte when the program starts, the folders of installed packages
-(as in PATH), then limits like RLIMIT_CPU=11. The program comes on standard input, which is empty afterwards. The limits
-are set here, in the child itself: `preexec_fn` is unsafe in a process with threads. Each call waits for the start, so
-imports are few, and Python starts with -S: reading every .pth file takes twice as long as the rest. What `site` gives
-to a program, packages and `exit`, is put in place here.
+Arguments: the number of a file descriptor that gets one byte when the program starts, the folders of installed
+packages (as in PATH), then limits like RLIMIT_CPU=11. The program comes on standard input, which is empty afterwards.
+The limits are set here, in the child itself: `preexec_fn` is unsafe in a process with threads. Each call waits for the
+start, so imports are few, and Python starts with -S: reading every .pth file takes twice as long as the rest. What
+`site` gives to a program, packages and `exit`, is put in place here.
 """
 
 import _sitebuiltins

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class EmbeddedInterpreter:
     """Runs each program in a fresh process, `slots` at a time, in the order of `submit`.
 
-    `slots` defaults to the cores this process may use; it is the total of this object, so divide it by the ranks.
+    `slots` is the total of this object; its default is the cores that this process may use, divided by the local ranks.
     `timeout_seconds` is wall time from the start of the program, waiting for a slot and the start of Python not
     included. `max_output_chars` counts stdout and stderr apart. `max_processes` is the kernel's RLIMIT_NPROC: all
     processes and threads of the user, ours too.
@@ -138,6 +138,11 @@ class EmbeddedInterpreter:
 
 
 def _usable_cores() -> int:
+    """This process's share of the machine's cores: launchers say how many ranks there are."""
+    return max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # fewer than os.cpu_count() under taskset, Slurm and most containers
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
