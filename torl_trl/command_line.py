@@ -140,8 +140,9 @@ def _is_value(action: argparse.Action, value: Any) -> bool:
 
 
 def _takes(action: argparse.Action, text: str) -> bool:
+    convert = action.type or str
     try:
-        action.type(text)
+        convert(text)
     except (ValueError, argparse.ArgumentTypeError):
         return False
     return True

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class EmbeddedInterpreter:
     """Runs each program in a fresh process, `slots` at a time, in the order of `submit`.
 
-    `slots` is the total of this object; its default is the cores that this process may use, divided by the local ranks.
+    `slots` is the total of this object; its default is the cores this process may use, divided by the local ranks.
     `timeout_seconds` is wall time from the start of the program, waiting for a slot and the start of Python not
     included. `max_output_chars` counts stdout and stderr apart. `max_processes` is the kernel's RLIMIT_NPROC: all
     processes and threads of the user, ours too.
