@@ -18,7 +18,7 @@ help:
 
 demo:
 	@scripts/setup.sh demo
-	$(VENV)/bin/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_torl.py --config tiny.yaml
+	$(VENV)/bin/accelerate launch --quiet --config_file accelerate_configs/cpu.yaml recipes/grpo_torl.py --config tiny.yaml
 
 test:
 	@scripts/setup.sh test
