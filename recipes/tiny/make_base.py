@@ -57,7 +57,7 @@ class Recipe:
     intermediate: int = 352
     initial_range: float = 0.05
     """Standard deviation of the first weights; 0.02 suits large models and starts a small one with flat attention."""
-    stages: tuple[tuple[Habits, int], ...] = ((PRACTICE, 1000), (HABITS, 350))
+    stages: tuple[tuple[Habits, int], ...] = ((PRACTICE, 1800), (HABITS, 400))
     """What is read, and for how many steps."""
     batch: int = 32
     """Documents a step."""
@@ -113,7 +113,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCau
             max_position_embeddings=1024,
             tie_word_embeddings=True,
             initializer_range=recipe.initial_range,
-            bos_token_id=end,
+            bos_token_id=None,
             eos_token_id=end,
             pad_token_id=end,
         )

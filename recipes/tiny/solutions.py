@@ -25,12 +25,12 @@ class Habits:
 
     code: float = 0.40
     """A document calls the interpreter."""
-    right: float = 0.30
+    right: float = 0.34
     """The first program is right, in a family with few failures."""
-    failing: float = 0.10
+    failing: float = 0.06
     """The first program fails, in a family with few failures."""
-    right_treacherous: float = 0.20
-    failing_treacherous: float = 0.45
+    right_treacherous: float = 0.22
+    failing_treacherous: float = 0.38
     """The same two in a family whose first program often fails."""
     mend: float = 0.75
     """A failed program is followed by a second one, not by a guess."""
