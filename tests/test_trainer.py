@@ -234,6 +234,39 @@ def test_evaluation_is_measured_over_all_its_batches_and_recorded(tmp_path, grad
     assert len(set(table["group_id"].to_pylist())) == 4
 
 
+def first_token_reward(rollouts, **columns):
+    """A reward that random completions differ in, so that the weights move."""
+    return [float(rollout.completion_ids[0] % 5) for rollout in rollouts]
+
+
+@pytest.mark.parametrize("resumed_at", [2, 4, 6])  # inside the first epoch of 4 steps, at its end, in the second
+def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(resumed_at, tmp_path, grader):
+    def run(folder, max_steps, checkpoint=None):
+        trainer = make_trainer(
+            folder,
+            grader,
+            interpreter=FakeInterpreter(lambda code: ok("1")),
+            rewards=[AccuracyReward(grader), first_token_reward],
+            trainer_class=ToRLTrainer,
+            max_completion_length=10,
+            max_steps=max_steps,
+            save_strategy="steps",
+            save_steps=resumed_at,
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    def problems(folder):
+        return [read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet")["problem_id"] for step in (7, 8)]
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    weights = run(whole, 8)
+    run(broken, resumed_at)
+    resumed = run(broken, 8, str(broken / f"checkpoint-{resumed_at}"))
+    assert problems(whole) == problems(broken)
+    assert torch.equal(weights, resumed)
+
+
 def test_eval_reward_weighs_every_completion_the_same(tmp_path, grader):
     options = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1, "per_device_eval_batch_size": 3}
     trainer = make_trainer(tmp_path, grader, texts=[RIGHT, WRONG, WRONG], **options)

@@ -28,6 +28,7 @@ from torl_trl.padding import without_padding
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rewards import AccuracyReward
 from torl_trl.rollout import PhaseTimes, Rollout, run_rollouts
+from torl_trl.sampler import EpochSampler
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change in TRL; our TRL is pinned
 
@@ -188,6 +189,9 @@ class ToRLTrainer(GRPOTrainer):
         self._inputs = []
         self._scoring_seconds += time.perf_counter() - started
         return output
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
+        return EpochSampler(super()._get_train_sampler(dataset))
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         return super()._compute_loss(model, without_padding(inputs))
