@@ -331,7 +331,7 @@ def test_calls_start_in_the_order_of_submit_and_wait_for_a_slot(
     assert ends == sorted(ends)
     waits = [result.queue_seconds for result in results]
     assert waits == sorted(waits) and waits[4] > 0.8
-    assert all(result.seconds >= 0.2 for result in results)
+    assert all(result.seconds > 0.1 for result in results)  # from where we see the start, late on a busy machine
 
 
 def test_waiting_for_a_slot_does_not_use_up_the_program_s_time(make_interpreter: Callable[..., Interpreter]) -> None:

@@ -132,5 +132,5 @@ def test_make_without_a_target_lists_the_targets() -> None:
 
 def test_demo_trains_the_tiny_recipe_on_the_cpu() -> None:
     printed = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
-    assert "accelerate launch --config_file accelerate_configs/cpu.yaml recipes/grpo_torl.py" in printed
+    assert "accelerate launch --quiet --config_file accelerate_configs/cpu.yaml recipes/grpo_torl.py" in printed
     assert "--config tiny.yaml" in printed
