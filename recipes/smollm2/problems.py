@@ -33,9 +33,7 @@ FAMILIES = {
     "sum_times": Family("What is ({a} + {b}) * {c}?", lambda a, b, c: (a + b) * c),
     "boxes": Family("A box holds {a} eggs. How many eggs are in {b} boxes?", lambda a, b, c: a * b),
     "tickets": Family("A ticket costs {a} dollars. How much do {b} tickets cost?", lambda a, b, c: a * b),
-    "shelves": Family(
-        "Each shelf has {a} red and {b} blue books. How many are on {c} shelves?", lambda a, b, c: (a + b) * c
-    ),
+    "orchard": Family("{a} rows of {b} trees lose {c} trees. How many are left?", lambda a, b, c: a * b - c),
 }
 
 
