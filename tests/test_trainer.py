@@ -5,6 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 import torch
+import trl.trainer.utils
 from datasets import Dataset
 from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
 from trl import GRPOTrainer
@@ -201,6 +202,24 @@ def test_the_loss_of_a_micro_batch_is_the_same_without_its_padding(loss_type, tm
     whole, short = loss_and_gradient(batch), loss_and_gradient(cut)
     assert torch.allclose(whole[0], short[0], atol=1e-6)
     assert torch.allclose(whole[1], short[1], atol=1e-6)
+
+
+def test_on_a_cpu_only_completions_pass_through_the_vocabulary(tmp_path, grader, monkeypatch):
+    trainer = make_trainer(tmp_path, grader)
+    _, batch = scored_batch(trainer)
+    trainer.current_gradient_accumulation_steps = 1
+    scored = []
+    real = trl.trainer.utils._ChunkedLogProbFunction
+
+    class Spy:
+        @staticmethod
+        def apply(hidden, *rest):
+            scored.append(len(hidden))
+            return real.apply(hidden, *rest)
+
+    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Spy)
+    trainer._compute_loss(trainer.model, batch)
+    assert scored == [int(batch["completion_mask"].sum())]
 
 
 def test_a_failed_interpreter_gives_no_reward_and_no_token_with_two_reward_functions(tmp_path, grader):

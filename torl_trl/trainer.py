@@ -24,7 +24,7 @@ from torl_trl.errors import UserError
 from torl_trl.generation_copy import GenerationCopy
 from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import Ratio, metric_values, rollout_metrics
-from torl_trl.padding import without_padding
+from torl_trl.padding import score_completions_only, without_padding
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rewards import AccuracyReward
 from torl_trl.rollout import PhaseTimes, Rollout, run_rollouts
@@ -87,6 +87,8 @@ class ToRLTrainer(GRPOTrainer):
         )
         self._accuracy_rewards = [function for function in self.reward_funcs if isinstance(function, AccuracyReward)]
         self._check_setup()
+        if self.accelerator.device.type == "cpu":
+            score_completions_only()
         self._generation_copy = self._make_generation_copy(args.generation_dtype) if args.generation_dtype else None
         self._engine = TransformersEngine(
             self.accelerator.unwrap_model(self.model),
