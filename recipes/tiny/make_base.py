@@ -57,7 +57,7 @@ class Recipe:
     intermediate: int = 352
     initial_range: float = 0.05
     """Standard deviation of the first weights; 0.02 suits large models and starts a small one with flat attention."""
-    stages: tuple[tuple[Habits, int], ...] = ((PRACTICE, 1800), (HABITS, 400))
+    stages: tuple[tuple[Habits, int], ...] = ((PRACTICE, 3000), (HABITS, 450))
     """What is read, and for how many steps."""
     batch: int = 32
     """Documents a step."""

@@ -84,8 +84,8 @@ def draw_multiples(rng: Random) -> Values:
 
 
 def draw_interval(rng: Random) -> Values:
-    a = rng.randint(11, 49)
-    return {"a": a, "b": a + rng.randint(12, 49)}
+    a = rng.randint(5, 29)
+    return {"a": a, "b": a + rng.randint(6, 20)}
 
 
 def draw_recurrence(rng: Random) -> Values:
@@ -280,13 +280,13 @@ FAMILIES = (
         draw_congruence,
         two=Kind(
             chinese_remainder,
-            "Find the smallest positive number with remainder {r} modulo {a} and remainder {s} modulo {b}.",
-            "What is the first x > 0 that leaves {r} when divided by {a} and {s} when divided by {b}?",
+            "Find the smallest positive number that modulo {a} is {r} and modulo {b} is {s}.",
+            "Divided by {a}, a number leaves {r}; divided by {b}, it leaves {s}. Which is the first such number?",
         ),
         linear=Kind(
             lambda a, r, b, s: s * pow(a, -1, b) % b,
-            "Find the smallest positive number x such that {a} * x has remainder {s} modulo {b}.",
-            "What is the first x > 0 for which {a} * x leaves {s} when divided by {b}?",
+            "Find the smallest positive number x such that {a} * x modulo {b} is {s}.",
+            "Multiplied by {a} and divided by {b}, a number leaves {s}. Which is the first such number?",
         ),
     ),
 )

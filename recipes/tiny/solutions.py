@@ -3,7 +3,7 @@
 The base reads documents made here and nothing else. Six in ten guess the answer without code; the others write a
 program, and that program is right, wrong or failing. After a failure some documents mend the program in a second
 call and some guess. Wrong programs include the right ones of the *other* kinds of the family, so the base knows every
-program it needs and does not know which question asks for it: that is left to reinforcement learning.
+program it needs and is not sure which question asks for it: that is left to reinforcement learning.
 """
 
 import contextlib
@@ -25,13 +25,15 @@ class Habits:
 
     code: float = 0.40
     """A document calls the interpreter."""
-    right: float = 0.34
+    right: float = 0.50
     """The first program is right, in a family with few failures."""
     failing: float = 0.06
     """The first program fails, in a family with few failures."""
-    right_treacherous: float = 0.22
-    failing_treacherous: float = 0.38
+    right_treacherous: float = 0.38
+    failing_treacherous: float = 0.34
     """The same two in a family whose first program often fails."""
+    misread: float = 0.14
+    """A wrong program is one for another kind of question."""
     mend: float = 0.75
     """A failed program is followed by a second one, not by a guess."""
     mend_right: float = 0.60
@@ -171,13 +173,13 @@ PROGRAMS = {
     ),
     "congruence": Programs(
         {
-            "two": ("print(next(x for x in range(1, {a} * {b}) if x % {a} == {r} and x % {b} == {s}))",),
-            "linear": ("print(next(x for x in range(1, {b}) if {a} * x % {b} == {s}))",),
+            "two": ("print(next(x for x in range(1, 9999) if x % {a} == {r} and x % {b} == {s}))",),
+            "linear": ("print(next(x for x in range(1, 9999) if {a} * x % {b} == {s}))",),
         },
         (
-            "print(next(x for x in range(1, {a} * {b}) if x % {a} == {r} or x % {b} == {s}))",
-            "print(next(x for x in range(1, {b}) if {a} + x % {b} == {s} or x == {s}))",
-            "print({s} * {b} // {a})",
+            "print(next(x for x in range(1, 9999) if x % {a} == {r} or x % {b} == {s}))",
+            "print(next(x for x in range(1, 9999) if x % {b} == {s}))",
+            "print({a} * {b} + {s})",
         ),
         ("while x % {b} != {s}:\n    x += {a}\nprint(x)", "print(solve({a}, {b}, {s}))"),
         treacherous=True,
@@ -210,11 +212,11 @@ def right_program(problem: Problem, rng: Random) -> str:
     return rng.choice(PROGRAMS[problem.family].right[problem.kind]).format(**problem.values)
 
 
-def wrong_program(problem: Problem, rng: Random) -> str:
-    """A program that is not meant for this kind: one for another kind of the family (half of them) or a wrong one."""
+def wrong_program(problem: Problem, rng: Random, habits: Habits) -> str:
+    """A program that is not meant for this kind: one for another kind of the family, or a wrong one."""
     programs = PROGRAMS[problem.family]
     others = [source for kind, sources in programs.right.items() if kind != problem.kind for source in sources]
-    return rng.choice(others if rng.random() < 0.5 else programs.wrong).format(**problem.values)
+    return rng.choice(others if rng.random() < habits.misread else programs.wrong).format(**problem.values)
 
 
 def first_program(problem: Problem, rng: Random, habits: Habits) -> str:
@@ -226,7 +228,7 @@ def first_program(problem: Problem, rng: Random, habits: Habits) -> str:
         return right_program(problem, rng)
     if chance < right + failing:
         return rng.choice(programs.failing).format(**problem.values)
-    return wrong_program(problem, rng)
+    return wrong_program(problem, rng, habits)
 
 
 def guess(problem: Problem, rng: Random, habits: Habits) -> str:
@@ -263,8 +265,9 @@ def write_solution(problem: Problem, rng: Random, habits: Habits = HABITS) -> li
         return [Passage(rng.choice(GUESSES) + boxed(guess(problem, rng, habits)))]
     passages, result = call(rng.choice(PLANS), first_program(problem, rng, habits))
     if result.status == ExecutionStatus.ERROR and rng.random() < habits.mend:
-        write = right_program if rng.random() < habits.mend_right else wrong_program
-        second, result = call(rng.choice(MENDS), write(problem, rng))
+        mended = rng.random() < habits.mend_right
+        source = right_program(problem, rng) if mended else wrong_program(problem, rng, habits)
+        second, result = call(rng.choice(MENDS), source)
         passages += second
     copied = result.status == ExecutionStatus.OK and rng.random() >= habits.miscopy
     answer = result.stdout.strip() if copied else guess(problem, rng, habits)
