@@ -3,12 +3,14 @@
     python benchmarks/tiny.py [--seeds 1 2 3] [--calls 0 1 2] [--jobs 2]
 
 Trains `recipes/tiny.yaml` for every seed and limit, prints a table, and writes benchmarks/results/tiny.json and the
-figure assets/tiny.png. Runs stay in runs/benchmark/; a finished one is not trained again. One thread per run.
+figure assets/tiny.png. Runs stay in runs/benchmark/: a finished one is not trained again, all finished ones are
+reported. One thread per run.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -38,7 +40,7 @@ MEASURED = (
 def train(calls: int, seed: int) -> Path:
     """Train one run, unless it is there, and return its folder."""
     folder = RUNS / f"tiny_c{calls}_seed{seed}"
-    if folder.exists() and any(line["split"] == "summary" for line in read_metrics(folder)):
+    if is_finished(folder):
         return folder
     command = [sys.executable, ROOT / "recipes" / "grpo_torl.py", "--config", ROOT / "recipes" / "tiny.yaml"]
     command += ["--max_tool_calls", str(calls), "--seed", str(seed), "--output_dir", str(folder)]
@@ -49,6 +51,20 @@ def train(calls: int, seed: int) -> Path:
     sys.stdout.write(f"finished {folder.name}\n")
     sys.stdout.flush()
     return folder
+
+
+def is_finished(folder: Path) -> bool:
+    return folder.exists() and any(line["split"] == "summary" for line in read_metrics(folder))
+
+
+def finished_runs() -> dict[tuple[int, int], Path]:
+    """Folders of finished runs, by tool-call limit and seed."""
+    names = {folder: re.fullmatch(r"tiny_c(\d+)_seed(\d+)", folder.name) for folder in sorted(RUNS.iterdir())}
+    return {
+        (int(name[1]), int(name[2])): folder
+        for folder, name in names.items()
+        if name and folder.is_dir() and is_finished(folder)
+    }
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -96,17 +112,20 @@ def main() -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
     pairs = [(calls, seed) for calls in options.calls for seed in options.seeds]
     with ThreadPoolExecutor(options.jobs) as pool:
-        folders = dict(zip(pairs, pool.map(lambda pair: train(*pair), pairs), strict=True))
+        list(pool.map(lambda pair: train(*pair), pairs))
+    folders = finished_runs()
 
     results: dict[str, float | str] = {}
     for (calls, seed), folder in sorted(folders.items()):
         results |= {f"c{calls}/seed{seed}/{name}": value for name, value in measure(folder).items()}
-    with_tool = max(options.calls)
-    results |= shares_by_family([folders[with_tool, seed] for seed in options.seeds])
+    most_calls = max(calls for calls, _ in folders)
+    results |= shares_by_family([folder for (calls, _), folder in folders.items() if calls == most_calls])
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(machine_facts() | results, indent=1) + "\n")
     FIGURE.parent.mkdir(exist_ok=True)
-    runs = {f"C = {calls}": [folders[calls, seed] for seed in options.seeds] for calls in sorted(options.calls)}
+    runs: dict[str, list[Path]] = defaultdict(list)
+    for (calls, _), folder in sorted(folders.items()):
+        runs[f"C = {calls}"].append(folder)
     draw_comparison(runs, FIGURE)
 
     sys.stdout.write(f"{'run':16}" + "".join(f"{name.removeprefix('tools/'):>22}" for name in MEASURED) + "\n")
