@@ -260,7 +260,12 @@ class ToRLTrainer(GRPOTrainer):
             rows = gather_object(rows)
         if self.accelerator.is_main_process:
             self._rows += rows
-            write_rollouts(rollouts_path(Path(self.args.output_dir), step, mode), self._rows)
+            if mode == "train":  # an evaluation has many batches and is written once, in `log`
+                self._write_rows()
+
+    def _write_rows(self) -> None:
+        mode, step = self._rows_of
+        write_rollouts(rollouts_path(Path(self.args.output_dir), step, mode), self._rows)
 
     # --- metrics --------------------------------------------------------------------------------------------------
 
@@ -287,7 +292,9 @@ class ToRLTrainer(GRPOTrainer):
         if "reward" in values:  # TRL's is a mean of batch means, in which a short last batch weighs too much
             self._metrics[mode]["reward"] = [values.pop("reward")]
         logs.update({prefix + name: value for name, value in values.items()})
-        if mode == "eval":
+        if mode == "eval" and self._rows_of is not None:
+            if self.accelerator.is_main_process:
+                self._write_rows()
             self._rows_of = None  # another evaluation at this step starts anew
         super().log(logs, start_time)
 
