@@ -10,6 +10,7 @@ import pytest
 from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.errors import UserError
 from torl_trl.prompts import load_template
+from torl_trl.run_folder import write_config
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
@@ -29,6 +30,13 @@ def test_a_yaml_gives_the_values_and_the_command_line_overrides_them(tmp_path):
     script_args, args, model_args = parse_arguments(["--config", str(path), "--max_tool_calls=3"], RECIPES)
     assert (args.learning_rate, args.max_tool_calls, args.interpreter_options) == (1e-4, 3, {"timeout_seconds": 3})
     assert (model_args.model_name_or_path, script_args.dataset_name) == ("m", "d.jsonl")
+
+
+def test_a_written_config_is_read_again(tmp_path):
+    parts = parse_arguments(["--config", "tiny.yaml"], RECIPES)
+    path = write_config(tmp_path, *parts, leave_out=("generation_batch_size",))
+    again = parse_arguments(["--config", str(path)], RECIPES)
+    assert again[1].learning_rate == parts[1].learning_rate and again[1].reward_weights is None
 
 
 def test_a_yaml_may_set_environment_variables(tmp_path, monkeypatch):

@@ -131,7 +131,7 @@ def _check_keys(parser: _Parser, path: Path) -> None:
 def _is_value(action: argparse.Action, value: Any) -> bool:
     """Whether a value from a YAML is one that the option's converter takes; YAML values never meet it otherwise."""
     if value is None:
-        return action.type not in (int, float)  # optional numbers have a converter of their own
+        return action.type not in (int, float) or action.default is None  # the first are numbers that are not optional
     if action.nargs in ("+", "*") and isinstance(value, list):
         return all(_is_value(action, item) for item in value)
     if isinstance(value, list | dict):
