@@ -73,7 +73,7 @@ PROGRAMS = {
             "remainder": ("print(pow({a}, {b}, {m}))", "print({a}**{b} % {m})"),
             "sum": ("print((pow({a}, {b}) + pow({b}, {a})) % {m})", "print(({a}**{b} + {b}**{a}) % {m})"),
         },
-        ("print({a}^{b} % {m})", "print({a} * {b} % {m})", "print({a}**{m} % {b})"),
+        ("print({a}^{b} % {m})", "print({a} * {b} % {m})", "print({b}**{a} % {m})"),
         ("print(power({a}, {b}) % {m})", "print(modulo({a}**{b}, {m}))"),
     ),
     "common": Programs(

@@ -1,7 +1,7 @@
 """One program in one process group: start it, read what it prints, end it and all that it started.
 
 `Program` is used by one thread from start to end; only `kill` may be called from another. Time and output are limited
-here, the other limits in the child (child.py).
+here, the other limits in the child (sandbox/program.py).
 """
 
 import codecs
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 
-_CHILD = Path(__file__).with_name("child.py")
+_PROGRAM = Path(__file__).parent / "sandbox" / "program.py"
 # As `-I`, but with a few variables of ours instead of an ignored environment, so that the hash seed can be fixed.
 _PYTHON_FLAGS = ("-S", "-s", "-P", "-u", "-X", "utf8")
 _PACKAGES = os.pathsep.join(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
@@ -79,7 +79,7 @@ class Program:
             source.write(code.encode("utf-8", "replace"))
             source.seek(0)
             return subprocess.Popen(
-                [sys.executable, *_PYTHON_FLAGS, str(_CHILD), str(alive), _PACKAGES, *limits],
+                [sys.executable, *_PYTHON_FLAGS, str(_PROGRAM), str(alive), _PACKAGES, *limits],
                 stdin=source,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
