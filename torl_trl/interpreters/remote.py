@@ -45,8 +45,8 @@ def wrap(code: str, *, timeout_seconds: float, max_output_chars: int, rlimits: M
         "rlimits": dict(rlimits),
         "environment": ENVIRONMENT,
     }
-    # ascii(): a service may refuse text that is not valid UTF-8, and code may hold a lone surrogate.
-    return f"{_source('supervise.py')}\n\nprint_result({mark!r}, **{ascii(call)})\n", mark
+    # !a: a service may refuse text that is not valid UTF-8, and code may hold a lone surrogate.
+    return f"{_source('supervise.py')}\n\nprint_result({mark!r}, **{call!a})\n", mark
 
 
 def unwrap(stdout: str, mark: str) -> ExecutionResult | None:

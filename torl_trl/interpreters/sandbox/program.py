@@ -62,7 +62,7 @@ def exit_code_of(stop: SystemExit) -> int:
         return 0
     if isinstance(stop.code, int):
         return stop.code & 0xFF
-    print(stop.code, file=sys.stderr)
+    sys.stderr.write(f"{stop.code}\n")
     return 1
 
 

@@ -6,6 +6,7 @@ processes do not matter then, and every backend gives the same result. Linux.
 """
 
 import codecs
+import contextlib
 import json
 import os
 import select
@@ -127,7 +128,7 @@ def run_alone(code, program_source, timeout, max_chars, rlimits, environment):
     `program_source` is the text of program.py. Returns as `supervise` does; None when Python did not start.
     """
     folder = tempfile.mkdtemp(prefix="torl-")
-    limits = ["%s=%d" % item for item in rlimits.items()]
+    limits = [f"{name}={value}" for name, value in rlimits.items()]
     ready, started = os.pipe()
     try:
         with tempfile.TemporaryFile() as source:
@@ -147,10 +148,8 @@ def run_alone(code, program_source, timeout, max_chars, rlimits, environment):
         started = None
 
         def end():
-            try:
+            with contextlib.suppress(ProcessLookupError):  # nobody is left
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:  # nobody is left
-                pass
             _, wait_status = os.waitpid(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(wait_status)
             return wait_status
