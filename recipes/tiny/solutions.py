@@ -25,11 +25,11 @@ class Habits:
 
     code: float = 0.40
     """A document calls the interpreter."""
-    right: float = 0.50
+    right: float = 0.44
     """The first program is right, in a family with few failures."""
     failing: float = 0.06
     """The first program fails, in a family with few failures."""
-    right_treacherous: float = 0.38
+    right_treacherous: float = 0.32
     failing_treacherous: float = 0.34
     """The same two in a family whose first program often fails."""
     misread: float = 0.14

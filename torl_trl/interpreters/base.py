@@ -15,6 +15,17 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # the same program prints its sets in the same order
+    "MPLBACKEND": "Agg",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""All the variables a program sees, in every backend, beside HOME and TMPDIR (its own folder)."""
+
 
 class ExecutionStatus(StrEnum):
     """How a run of the model's code ended."""

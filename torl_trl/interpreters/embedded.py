@@ -1,44 +1,94 @@
-"""The embedded interpreter: a fresh Python process on this machine for every call.
+"""The embedded interpreter: programs run on this machine, isolated, in processes forked from a warm one.
 
-What is covered. A program has no variables of our environment (no tokens, no keys), an own empty working directory
-that is deleted afterwards, no input, and limits on wall time, CPU time, memory of each process, size of each file,
-open files and printed text. When the call ends, for whatever reason, everything that it started is killed. Nothing is
-left over from one call to the next. Programs can import what is installed for our Python (numpy, sympy, ...), and
-string hashing is fixed, so that the same program prints its sets in the same order.
+A fork server (sandbox/fork_server.py) has imported numpy, sympy and scipy once and forks a child for every call, in
+the best tier of isolation that works here (tiers.py); a self-test decides, not a version number. Every program has no
+variables of our environment, an empty folder that is deleted afterwards, no input, and limits on wall time, CPU time,
+memory of each process, file size, processes, open files and printed text. When it ends, for whatever reason, all that
+it started is killed, and nothing is left over for the next one. String hashing is fixed, so that the same program
+prints its sets in the same order; random numbers differ from call to call.
 
-What is NOT covered. A program runs as our user: it can read and change the files that we can, reach the network, and
-signal our processes. The memory limit counts per process, and macOS does not enforce it. The process limit counts all
-processes of the user, as the kernel does, and does not bind root. A hostile program that leaves its session, drops its
-environment and closes our descriptors outlives its call. Good enough for programs that mean no harm; a backend with
-isolation is the answer to those that do.
+What is not covered: the memory limit counts per process, and in tier `none` the folder's size is bounded by the time
+limit only. Tier `plain` runs programs as our user with our files and network: for programs that mean no harm.
 """
 
 import logging
 import math
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from torl_trl.interpreters.base import ExecutionResult, InterpreterClosed, InterpreterUnavailable
-from torl_trl.interpreters.process import Program
+from torl_trl.interpreters.plain import PlainBackend
+from torl_trl.interpreters.self_test import check_isolation, check_packages
+from torl_trl.interpreters.server import ServerDied, ServerProcess
+from torl_trl.interpreters.tiers import Tier, candidates
 
 logger = logging.getLogger(__name__)
 
+_USER_PROCESSES = 4096
+"""Where the process limit counts all processes of the user, as the kernel does, and so binds only runaways."""
+
+
+class Backend(Protocol):
+    """Runs one program at a time in each of its slots."""
+
+    def call(self, slot: int, code: str, timeout_seconds: float) -> ExecutionResult: ...
+
+    def close(self) -> None:
+        """End what runs: its `call` raises."""
+        ...
+
+
+class ForkServerBackend:
+    """A fork server that is started again when it dies; the calls under way are then run once more."""
+
+    def __init__(self, tier: Tier, slots: int, **limits: object) -> None:
+        self._start = lambda: ServerProcess(tier, slots, **limits)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._server = self._start()
+        self.missing = self._server.missing
+
+    def call(self, slot: int, code: str, timeout_seconds: float) -> ExecutionResult:
+        for _ in range(2):
+            server = self._server
+            try:
+                return server.call(slot, code, timeout_seconds)
+            except ServerDied as error:
+                self._replace(server, error)
+        raise InterpreterUnavailable("The fork server ended twice while it ran this program.")
+
+    def _replace(self, dead: ServerProcess, reason: ServerDied) -> None:
+        with self._lock:
+            if self._closed:
+                raise InterpreterClosed("The embedded interpreter was closed while this program ran.") from reason
+            if self._server is dead:
+                dead.end()
+                logger.warning("The fork server ended (%s; %s) and is started again.", reason, dead.last_words())
+                self._server = self._start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._server.end()
+
 
 class EmbeddedInterpreter:
-    """Runs each program in a fresh process, `slots` at a time, in the order of `submit`.
+    """Runs programs `slots` at a time, in the order of `submit`.
 
     `slots` is the total of this object; its default is the cores this process may use, divided by the local ranks.
-    `timeout_seconds` is wall time from the start of the program, waiting for a slot and the start of Python not
-    included. `max_output_chars` counts stdout and stderr apart. `max_processes` is the kernel's RLIMIT_NPROC: all
-    processes and threads of the user, ours too.
+    `timeout_seconds` is wall time from the start of the program; waiting for a slot is not included.
+    `max_output_chars` counts stdout and stderr apart. `max_processes` counts a program's processes and threads; in
+    the tiers `none` and `plain` the kernel counts all of the user's, and a fixed number of 4096 applies.
+
+    `isolation` is a tier (`root`, `user`, `none`, `plain`), which is used or refused, `auto`: the best that works
+    here, or `strict`: the best that works, but none below `strict_tier`. The tier in use is `tier`.
     """
 
     def __init__(
@@ -48,8 +98,10 @@ class EmbeddedInterpreter:
         timeout_seconds: float = 10.0,
         memory_mb: int = 1024,
         max_output_chars: int = 65_536,
-        max_processes: int = 4096,
+        max_processes: int = 64,
         max_file_mb: int = 64,
+        isolation: str = "auto",
+        strict_tier: str = "user",
     ) -> None:
         slots = _usable_cores() if slots is None else slots
         given = {
@@ -65,19 +117,13 @@ class EmbeddedInterpreter:
                 raise ValueError(f"{name} of the embedded interpreter is {value!r}: give a number above 0.")
         self.slots = slots
         self.timeout_seconds = timeout_seconds
-        self.max_output_chars = max_output_chars
-        self._rlimits = {
-            "RLIMIT_CPU": math.ceil(timeout_seconds) + 1,  # binds programs with several threads, and escaped ones
-            "RLIMIT_FSIZE": max_file_mb * 2**20,
-            "RLIMIT_NPROC": max_processes,
-            "RLIMIT_NOFILE": 256,
-            "RLIMIT_CORE": 0,
-        }
-        if sys.platform == "linux":  # macOS refuses it
-            self._rlimits["RLIMIT_AS"] = memory_mb * 2**20
+        self._limits = given
+        self.tier, self._backend = self._choose(*_wanted_tiers(isolation, strict_tier))
         self._executor = ThreadPoolExecutor(slots, thread_name_prefix="interpreter")
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for slot in range(slots):
+            self._free.put(slot)
         self._lock = threading.Lock()
-        self._running: set[Program] = set()
         self._closed = False
 
     def submit(self, code: str) -> Future[ExecutionResult]:
@@ -91,8 +137,7 @@ class EmbeddedInterpreter:
         """Kill what runs, fail it and what waits with `InterpreterClosed`. May be called twice."""
         with self._lock:
             self._closed = True
-            for program in self._running:
-                program.kill()
+        self._backend.close()
         self._executor.shutdown(wait=True)
 
     def __enter__(self) -> Self:
@@ -107,34 +152,73 @@ class EmbeddedInterpreter:
         queue_seconds = time.perf_counter() - submitted
         if self._closed:
             raise InterpreterClosed("The embedded interpreter was closed before this program started.")
+        slot = self._free.get()  # as many as threads, so one is free
         try:
-            folder = tempfile.mkdtemp(prefix="torl-")
-        except OSError as error:
-            raise InterpreterUnavailable(f"There is no place for a program's temporary folder: {error}.") from error
-        try:
-            return replace(self._run(code, folder), queue_seconds=queue_seconds)
+            return replace(self._backend.call(slot, code, self.timeout_seconds), queue_seconds=queue_seconds)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            if os.path.exists(folder):
-                logger.warning("A program left %s behind in a state that we cannot delete.", folder)
+            self._free.put(slot)
 
-    def _run(self, code: str, folder: str) -> ExecutionResult:
+    def _choose(self, tiers: tuple[Tier, ...], refused: tuple[Tier, ...]) -> tuple[Tier, Backend]:
+        """Start the first tier that passes the self-test."""
+        reasons = []
+        for tier in tiers:
+            try:
+                backend = self._start(tier)
+            except InterpreterUnavailable as error:
+                reasons.append(f"{tier}: {error}")
+                continue
+            why = f" ({'; '.join(reasons)})" if reasons else ""
+            level = logging.INFO if tier.level == max(other.level for other in Tier) else logging.WARNING
+            logger.log(level, "The embedded interpreter isolates programs in tier %r%s.", str(tier), why)
+            return tier, backend
+        below = f", and {', '.join(refused)} is refused" if refused else ""
+        raise InterpreterUnavailable(
+            f"The embedded interpreter cannot isolate programs as asked ({'; '.join(reasons) or 'no such tier here'}"
+            f"{below}): install bubblewrap, or set interpreter_options to another isolation."
+        )
+
+    def _start(self, tier: Tier) -> Backend:
+        limits = self._limits
+        rlimits = {
+            "RLIMIT_CPU": math.ceil(self.timeout_seconds) + 1,  # binds programs with several threads
+            "RLIMIT_FSIZE": limits["max_file_mb"] * 2**20,
+            "RLIMIT_NPROC": limits["max_processes"] if tier.has_namespaces else _USER_PROCESSES,
+            "RLIMIT_NOFILE": 256,
+            "RLIMIT_CORE": 0,
+        }
+        if sys.platform == "linux":  # macOS refuses it
+            rlimits["RLIMIT_AS"] = limits["memory_mb"] * 2**20
+        if tier == Tier.PLAIN:
+            return PlainBackend(limits["max_output_chars"], rlimits)
+        backend = ForkServerBackend(
+            tier,
+            self.slots,
+            max_output_chars=limits["max_output_chars"],
+            max_file_mb=limits["max_file_mb"],
+            rlimits=rlimits,
+        )
         try:
-            program = Program(code, folder, self._rlimits, self.max_output_chars)
-        except OSError as error:
-            raise InterpreterUnavailable(f"Cannot start {sys.executable!r} for a program: {error}.") from error
-        with self._lock:
-            self._running.add(program)
-            if self._closed:
-                program.kill()
-        try:
-            result = program.run(self.timeout_seconds)
-        finally:
-            with self._lock:
-                self._running.discard(program)
-        if program.killed:
-            raise InterpreterClosed("The embedded interpreter was closed while this program ran.")
-        return result
+            check_packages(backend, backend.missing)
+            check_isolation(backend)
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+
+def _wanted_tiers(isolation: str, strict_tier: str) -> tuple[tuple[Tier, ...], tuple[Tier, ...]]:
+    """The tiers to try, in order, and those that would work here and are refused."""
+    names = [str(tier) for tier in Tier]
+    if isolation not in ("auto", "strict", *names):
+        raise ValueError(f"isolation is {isolation!r}: choose auto, strict or one of {', '.join(names)}.")
+    if strict_tier not in names:
+        raise ValueError(f"strict_tier is {strict_tier!r}: choose one of {', '.join(names)}.")
+    if isolation == "auto":
+        return candidates(), ()
+    if isolation == "strict":
+        allowed = tuple(tier for tier in candidates() if tier.level >= Tier(strict_tier).level)
+        return allowed, tuple(tier for tier in candidates() if tier not in allowed)
+    return tuple(tier for tier in candidates() if tier == isolation), ()
 
 
 def _usable_cores() -> int:

@@ -12,18 +12,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
-
-ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the same program prints its sets in the same order
-    "MPLBACKEND": "Agg",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
-"""All the variables a program sees, in every backend, beside HOME and TMPDIR (its own folder)."""
+from torl_trl.interpreters.base import ENVIRONMENT, ExecutionResult, ExecutionStatus
 
 SERVICE_SLACK_SECONDS = 30.0
 """How much longer than the program the service should wait: for the starts of two Pythons on a busy machine."""

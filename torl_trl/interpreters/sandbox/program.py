@@ -13,6 +13,7 @@ long as the rest. What `site` gives to a program, packages and `exit`, is put in
 import _sitebuiltins
 import atexit
 import builtins
+import io
 import os
 import resource
 import sys
@@ -43,8 +44,15 @@ def execute(code: bytes) -> int:
     module = types.ModuleType("__main__")  # what pickle and multiprocessing look for
     sys.modules["__main__"] = module
     sys.argv[:] = ["program.py"]
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", write_through=True)
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")  # missing with -S
+    builtins.help = _sitebuiltins._Helper()
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as for a script in this folder
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        raw = io.FileIO(fd, "w", closefd=False)  # unbuffered
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     sys.setrecursionlimit(RECURSION_LIMIT + depth())
     try:
         exec(compile(code, "<program>", "exec", dont_inherit=True), module.__dict__)
@@ -88,8 +96,6 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     ready = int(sys.argv[1])
     sys.path += [folder for folder in sys.argv[2].split(os.pathsep) if folder]
-    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D")
-    builtins.help = _sitebuiltins._Helper()
     for argument in sys.argv[3:]:
         name, _, value = argument.partition("=")
         set_limit(getattr(resource, name), int(value))

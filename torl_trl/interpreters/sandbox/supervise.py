@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -77,8 +76,9 @@ def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
     if not is_ready:
         return None
     overflow = any(stream.overflow for stream in streams.values())
+    code = os.waitstatus_to_exitcode(wait_status)
     return {
-        "status": status_of(wait_status, streams[stderr].text, timed_out and not ended, overflow),
+        "status": status_of(code, streams[stderr].text, timed_out and not ended, overflow),
         "stdout": streams[stdout].text,
         "stderr": streams[stderr].text,
         "seconds": seconds,
@@ -107,11 +107,10 @@ def drain(streams):
                 left -= 1
 
 
-def status_of(wait_status, stderr, timed_out, overflow):
-    """The name of an ExecutionStatus."""
+def status_of(code, stderr, timed_out, overflow):
+    """The name of an ExecutionStatus; `code` is an exit code, or a signal's number below 0."""
     if overflow:
         return "output_limit"
-    code = os.waitstatus_to_exitcode(wait_status)
     if timed_out or code == -signal.SIGXCPU:
         return "timeout"
     if code == 0:
@@ -161,7 +160,17 @@ def run_alone(code, program_source, timeout, max_chars, rlimits, environment):
         for fd in (ready, started):
             if fd is not None:
                 os.close(fd)
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
+
+
+def delete(folder):
+    """Delete a folder that a program has filled, with anything: unreadable, deep, huge."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "check": False}
+    with contextlib.suppress(OSError):  # not empty
+        os.rmdir(folder)
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
+        if os.path.lexists(folder):
+            subprocess.run([*command, folder], **quiet)
 
 
 def print_result(mark, **call):

@@ -1,11 +1,15 @@
-"""One program in one process group: start it, read what it prints, end it and all that it started.
+"""Tier `plain`: a fresh Python process for every program, with limits and no isolation, where there is no Linux.
+
+A program runs as our user: it can read and change the files that we can, reach the network, and signal our processes.
+macOS does not enforce the memory limit. A hostile program that leaves its session, drops its environment and closes
+our descriptors outlives its call.
 
 `Program` is used by one thread from start to end; only `kill` may be called from another. Time and output are limited
 here, the other limits in the child (sandbox/program.py).
 """
 
-import codecs
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -17,7 +21,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
+from torl_trl.interpreters.base import (
+    ENVIRONMENT,
+    ExecutionResult,
+    ExecutionStatus,
+    InterpreterClosed,
+    InterpreterUnavailable,
+)
+from torl_trl.interpreters.sandbox.supervise import Stream, delete, status_of
+
+logger = logging.getLogger(__name__)
 
 _PROGRAM = Path(__file__).parent / "sandbox" / "program.py"
 # As `-I`, but with a few variables of ours instead of an ignored environment, so that the hash seed can be fixed.
@@ -27,22 +40,53 @@ _STARTUP_SECONDS = 60.0  # for Python itself, before the program; generous, beca
 _DRAIN_SECONDS = 0.5  # killed processes have closed their pipes by then, or they are not in the group
 
 
-class Stream:
-    """Text read from a pipe, at most `max_chars` of it; invalid UTF-8 becomes U+FFFD."""
+class PlainBackend:
+    """Runs each program in a process of its own; `call` from any thread."""
 
-    def __init__(self, max_chars: int) -> None:
-        self.text = ""
-        self.overflow = False
-        self._max_chars = max_chars
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, max_output_chars: int, rlimits: Mapping[str, int]) -> None:
+        self._max_output_chars = max_output_chars
+        self._rlimits = rlimits
+        self._lock = threading.Lock()
+        self._running: set[Program] = set()
+        self._closed = False
 
-    def feed(self, data: bytes) -> None:
-        """Take what was read; empty data is the end."""
-        if self.overflow:
-            return
-        self.text += self._decoder.decode(data, final=not data)
-        self.overflow = len(self.text) > self._max_chars
-        self.text = self.text[: self._max_chars]
+    def call(self, slot: int, code: str, timeout_seconds: float) -> ExecutionResult:
+        """Run `code`. Raises `InterpreterUnavailable`, or `InterpreterClosed` after `close`."""
+        try:
+            folder = tempfile.mkdtemp(prefix="torl-")
+        except OSError as error:
+            raise InterpreterUnavailable(f"There is no place for a program's temporary folder: {error}.") from error
+        try:
+            return self._run(code, folder, timeout_seconds)
+        finally:
+            delete(folder)
+            if os.path.exists(folder):
+                logger.warning("A program left %s behind in a state that we cannot delete.", folder)
+
+    def close(self) -> None:
+        """Kill what runs."""
+        with self._lock:
+            self._closed = True
+            for program in self._running:
+                program.kill()
+
+    def _run(self, code: str, folder: str, timeout_seconds: float) -> ExecutionResult:
+        try:
+            program = Program(code, folder, self._rlimits, self._max_output_chars)
+        except OSError as error:
+            raise InterpreterUnavailable(f"Cannot start {sys.executable!r} for a program: {error}.") from error
+        with self._lock:
+            self._running.add(program)
+            if self._closed:
+                program.kill()
+        try:
+            result = program.run(timeout_seconds)
+        finally:
+            with self._lock:
+                self._running.discard(program)
+        if program.killed:
+            raise InterpreterClosed("The embedded interpreter was closed while this program ran.")
+        return result
 
 
 class Program:
@@ -72,8 +116,7 @@ class Program:
         self._watcher.start()
 
     def _start(self, code: str, rlimits: Mapping[str, int], alive: int) -> subprocess.Popen:
-        environment = {"HOME": self._folder, "TMPDIR": self._folder, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = ENVIRONMENT | {"HOME": self._folder, "TMPDIR": self._folder}
         limits = [f"{name}={value}" for name, value in rlimits.items()]
         with tempfile.TemporaryFile() as source:
             source.write(code.encode("utf-8", "replace"))
@@ -130,7 +173,7 @@ class Program:
         if started is None and not self.killed:
             raise InterpreterUnavailable(f"Python did not reach the program: {self.stderr.text.strip()[-300:]!r}.")
         return ExecutionResult(
-            status=self._status(timed_out),
+            status=ExecutionStatus(status_of(self._process.returncode, self.stderr.text, timed_out, self._overflow)),
             stdout=self.stdout.text,
             stderr=self.stderr.text,
             seconds=seconds,
@@ -180,17 +223,3 @@ class Program:
                     os.kill(int(environment.parent.name), signal.SIGKILL)
             except OSError:  # it has just ended, or belongs to another user
                 continue
-
-    def _status(self, timed_out: bool) -> ExecutionStatus:
-        code = self._process.returncode
-        if self._overflow:
-            return ExecutionStatus.OUTPUT_LIMIT
-        if timed_out or code == -signal.SIGXCPU:
-            return ExecutionStatus.TIMEOUT
-        if code == 0:
-            return ExecutionStatus.OK
-        if code < 0:
-            return ExecutionStatus.KILLED
-        last_line = self.stderr.text.rstrip().rpartition("\n")[2]
-        exception = last_line.partition(":")[0]  # numpy has a MemoryError of its own
-        return ExecutionStatus.MEMORY if exception.endswith("MemoryError") else ExecutionStatus.ERROR

