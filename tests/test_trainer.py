@@ -228,6 +228,7 @@ def test_a_failed_interpreter_gives_no_reward_and_no_token_with_two_reward_funct
 
     rewards = [AccuracyReward(grader), ExecutabilityPenalty()]
     trainer = make_trainer(tmp_path, grader, interpreter=FakeInterpreter(failing), rewards=rewards)
+    trainer.args.max_interpreter_failures = 0.25  # as many as fail here
     inputs, batch = scored_batch(trainer)
     rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
     assert [rollout.interpreter_failed for rollout in rollouts] == [False, True, False, False] * 2
@@ -251,6 +252,27 @@ def test_evaluation_is_measured_over_all_its_batches_and_recorded(tmp_path, grad
     table = read_rollouts(tmp_path / "rollouts" / "eval_step_000002.parquet")
     assert table.num_rows == 8
     assert len(set(table["group_id"].to_pylist())) == 4
+
+
+@pytest.mark.parametrize(("limit", "stops"), [(0.2, True), (0.25, False)])
+def test_a_run_stops_when_the_interpreter_fails_too_often(limit, stops, tmp_path, grader):
+    def failing(code):
+        return InterpreterUnavailable("down") if "6 + 7" in code else answer(code)
+
+    trainer = make_trainer(
+        tmp_path,
+        grader,
+        interpreter=FakeInterpreter(failing),
+        interpreter_retries=0,
+        max_interpreter_failures=limit,
+    )
+    if not stops:
+        trainer.train()
+        return
+    with pytest.raises(UserError, match=r"failed in 2 of 8 rollouts of train step 1, more than .*: 0.2 allows"):
+        trainer.train()
+    statuses = read_rollouts(tmp_path / "rollouts" / "step_000001.parquet")["stop_reason"].to_pylist()
+    assert statuses.count("interpreter_failed") == 2  # written, to see what happened
 
 
 def first_token_reward(rollouts, **columns):

@@ -63,6 +63,10 @@ class ToRLConfig(GRPOConfig):
     interpreter_retries: int = field(
         default=2, metadata={"help": "How often a call is tried again after a failure of the interpreter itself."}
     )
+    max_interpreter_failures: float = field(
+        default=0.2,
+        metadata={"help": "Stop when the interpreter fails in more than this share of a step's rollouts."},
+    )
     grade_text: str = field(
         default="own",
         metadata={
@@ -139,6 +143,7 @@ class ToRLConfig(GRPOConfig):
             ("max_tool_calls", 0),
             ("max_observation_chars", 16),
             ("interpreter_retries", 0),
+            ("max_interpreter_failures", 0),
             ("grading_workers", 1),
             ("eval_temperature", 0),
             ("save_rollouts_every", 1),

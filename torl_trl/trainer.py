@@ -221,7 +221,8 @@ class ToRLTrainer(GRPOTrainer):
         unscorable = local.isnan().all(dim=1)
         totals = (local * self.reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan)
         executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
-        self._add_ratios(
+        tier = getattr(self._interpreter, "tier", None)  # the embedded one has tiers
+        totals_of_ranks = self._add_ratios(
             rollout_metrics(rollouts)
             | {
                 "reward": Ratio(totals.nansum().item(), int((~unscorable).sum())),
@@ -229,6 +230,7 @@ class ToRLTrainer(GRPOTrainer):
                 "time/waiting": Ratio(self._times.waiting, 1),
                 "time/executing": Ratio(executing, 1),
                 "time/grading": Ratio(self._grading_seconds, 1),
+                "tools/isolation": Ratio(tier.level, 1) if tier else Ratio(),
             }
         )
         steps_per_batch = max(
@@ -262,6 +264,17 @@ class ToRLTrainer(GRPOTrainer):
             self._rows += rows
             if mode == "train":  # an evaluation has many batches and is written once, in `log`
                 self._write_rows()
+        self._check_interpreter(totals_of_ranks["tools/interpreter_failure"], mode, step)
+
+    def _check_interpreter(self, failures: Ratio, mode: str, step: int) -> None:
+        """Stop a run whose interpreter fails: what is left to train on is not what was asked for. On all ranks."""
+        limit = self.args.max_interpreter_failures
+        if failures.numerator > limit * failures.denominator:
+            raise UserError(
+                f"The interpreter {self.args.interpreter!r} failed in {failures.numerator:.0f} of "
+                f"{failures.denominator:.0f} rollouts of {mode} step {step}, more than max_interpreter_failures: "
+                f"{limit} allows: mend it (the log says why it failed), then go on with resume_from_checkpoint: true."
+            )
 
     def _write_rows(self) -> None:
         mode, step = self._rows_of
@@ -269,8 +282,8 @@ class ToRLTrainer(GRPOTrainer):
 
     # --- metrics --------------------------------------------------------------------------------------------------
 
-    def _add_ratios(self, ratios: dict[str, Ratio]) -> None:
-        """Sum over ranks (a collective call) and add to the sums that `log` divides."""
+    def _add_ratios(self, ratios: dict[str, Ratio]) -> dict[str, Ratio]:
+        """Sum over ranks (a collective call) and add to the sums that `log` divides. Returns the sums over ranks."""
         if self.accelerator.num_processes > 1:
             pairs = [[ratio.numerator, ratio.denominator] for ratio in ratios.values()]
             pairs = torch.tensor(pairs, dtype=torch.float64, device=self.accelerator.device)
@@ -279,6 +292,7 @@ class ToRLTrainer(GRPOTrainer):
         sums = self._ratios[self._mode]
         for name, ratio in ratios.items():
             sums[name] = sums[name] + ratio if name in sums else ratio
+        return ratios
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode

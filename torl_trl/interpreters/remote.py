@@ -47,6 +47,6 @@ def unwrap(stdout: str, mark: str) -> ExecutionResult | None:
         fields = json.loads(line[1])
     except json.JSONDecodeError:  # cut off by the service
         return None
-    if fields is None:
+    if fields["status"] is None:  # Python did not reach the program
         return None
     return ExecutionResult(**fields | {"status": ExecutionStatus(fields["status"])})

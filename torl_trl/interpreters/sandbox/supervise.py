@@ -2,7 +2,7 @@
 
 `supervise` serves the fork server, whose program is a child of its own; `run_alone` starts a fresh Python for the
 program, which is what remote services do with this file's text. Their own rules for output, time and leftover
-processes do not matter then, and every backend gives the same result. Linux.
+processes do not matter then, and every backend gives the same result.
 """
 
 import codecs
@@ -46,12 +46,12 @@ def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
     """Read the pipes `stdout` and `stderr` of the child `pid` until it ends or breaks a limit.
 
     `end()` kills it with all that it started and returns its wait status. The clock starts now, or when `ready` gets a
-    byte. Returns the fields of an ExecutionResult as a dict, or None when the child ended before it was ready.
+    byte. Returns the fields of an ExecutionResult as a dict; their status is None when the child never was ready.
     """
     streams = {stdout: Stream(max_chars), stderr: Stream(max_chars)}
-    pidfd = os.pidfd_open(pid)
+    child = watch(pid)
     poll = select.poll()
-    for fd in (stdout, stderr, pidfd) if ready is None else (stdout, stderr, pidfd, ready):
+    for fd in (stdout, stderr, child) if ready is None else (stdout, stderr, child, ready):
         poll.register(fd, select.POLLIN)
     started = time.perf_counter()
     is_ready = ready is None
@@ -59,7 +59,7 @@ def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
     ended = timed_out = False
     while not ended and not timed_out and not any(stream.overflow for stream in streams.values()):
         for fd, _ in poll.poll(max(0.0, deadline - time.perf_counter()) * 1000 + 1):
-            if fd == pidfd:
+            if fd == child:
                 ended = True
             elif fd == ready:
                 poll.unregister(ready)
@@ -71,19 +71,28 @@ def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
         timed_out = time.perf_counter() >= deadline
     seconds = time.perf_counter() - started
     wait_status = end()
-    os.close(pidfd)
+    os.close(child)
     drain(streams)
-    if not is_ready:
-        return None
     overflow = any(stream.overflow for stream in streams.values())
     code = os.waitstatus_to_exitcode(wait_status)
+    status = status_of(code, streams[stderr].text, timed_out and not ended, overflow)
     return {
-        "status": status_of(code, streams[stderr].text, timed_out and not ended, overflow),
+        "status": status if is_ready else None,
         "stdout": streams[stdout].text,
         "stderr": streams[stderr].text,
         "seconds": seconds,
         "truncated": overflow,
     }
+
+
+def watch(pid):
+    """A descriptor that can be read when the child `pid` has ended."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    queue = select.kqueue()  # macOS (not measured)
+    event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
+    queue.control([event], 0)
+    return os.dup(queue.fileno())
 
 
 def take(fd, stream):
@@ -121,46 +130,68 @@ def status_of(code, stderr, timed_out, overflow):
     return "memory" if exception.endswith("MemoryError") else "error"
 
 
-def run_alone(code, program_source, timeout, max_chars, rlimits, environment):
+def run_alone(code, program_source, timeout, max_chars, rlimits, environment, flags=(), packages="", started=None):
     """Run `code` (text) in a fresh Python in a folder of its own, with no variables but `environment`.
 
-    `program_source` is the text of program.py. Returns as `supervise` does; None when Python did not start.
+    `program_source` is the text of program.py, `flags` are Python's, `packages` are folders as in PATH. `started` is
+    called with the Popen object. Returns as `supervise` does.
     """
     folder = tempfile.mkdtemp(prefix="torl-")
     limits = [f"{name}={value}" for name, value in rlimits.items()]
-    ready, started = os.pipe()
+    # The program and all that it starts hold the write end: its end means that none of them is left.
+    alive, held = os.pipe()
     try:
         with tempfile.TemporaryFile() as source:
             source.write(code.encode("utf-8", "replace"))
             source.seek(0)
+            python = [sys.executable, *flags, "-s", "-u", "-X", "utf8", "-c", program_source]
             process = subprocess.Popen(
-                [sys.executable, "-s", "-u", "-X", "utf8", "-c", program_source, str(started), "", *limits],
+                [*python, str(held), packages, *limits],
                 stdin=source,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 cwd=folder,
                 env=dict(environment, HOME=folder, TMPDIR=folder),
                 start_new_session=True,
-                pass_fds=(started,),
+                pass_fds=(held,),
             )
-        os.close(started)
-        started = None
+        os.close(held)
+        held = None
+        if started is not None:
+            started(process)
 
         def end():
-            with contextlib.suppress(ProcessLookupError):  # nobody is left
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM
                 os.killpg(process.pid, signal.SIGKILL)
             _, wait_status = os.waitpid(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(wait_status)
+            kill_escaped(alive, folder)
             return wait_status
 
         out, err = process.stdout.fileno(), process.stderr.fileno()
         with process.stdout, process.stderr:
-            return supervise(process.pid, out, err, timeout, max_chars, end, ready)
+            return supervise(process.pid, out, err, timeout, max_chars, end, alive)
     finally:
-        for fd in (ready, started):
+        for fd in (alive, held):
             if fd is not None:
                 os.close(fd)
         delete(folder)
+
+
+def kill_escaped(alive, folder):
+    """Kill what left the process group (setsid), found by its environment; where there is a /proc."""
+    poll = select.poll()
+    poll.register(alive, select.POLLIN)
+    while any(event & select.POLLIN for _, event in poll.poll(DRAIN_SECONDS * 1000)):
+        if not os.read(alive, 1):
+            return
+    if poll.poll(0):
+        return
+    mark = f"TMPDIR={folder}".encode()
+    for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(process)}/environ", "rb") as environment:
+            if mark in environment.read().split(b"\0"):
+                os.kill(int(process), signal.SIGKILL)
 
 
 def delete(folder):
