@@ -11,15 +11,15 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from command_line import parse_arguments, run_main
+from console import StepLines, log_summary, remove_bars
+from curves import draw_curves
 from datasets import Dataset
 from transformers import set_seed
 from trl import get_peft_config
 
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
-from torl_trl.command_line import parse_arguments, run_main
-from torl_trl.config import share_of_rank
-from torl_trl.console import StepLines, log_summary, remove_bars
-from torl_trl.curves import draw_curves
+from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.data import load_problems, on_main_process
 from torl_trl.grading import Grader
 from torl_trl.metrics_file import MetricsFile
@@ -41,7 +41,7 @@ def main() -> None:
         template = load_template(script_args.prompt_template)
         interpreter = None
         if args.max_tool_calls > 0:
-            options = share_of_rank(args.interpreter_options, "slots")
+            options = interpreter_options_of_rank(args.interpreter, args.interpreter_options)
             interpreter = resources.enter_context(get_interpreter(args.interpreter, **options))
         grader = resources.enter_context(Grader(**share_of_rank({"num_workers": args.grading_workers}, "num_workers")))
         tokenizer = load_tokenizer(model_args, args)

@@ -6,7 +6,7 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from torl_trl.config import REFUSED, ToRLConfig, share_of_rank
+from torl_trl.config import REFUSED, ToRLConfig, interpreter_options_of_rank, share_of_rank
 from torl_trl.errors import UserError
 
 HONOURED = {
@@ -108,3 +108,19 @@ def test_a_limit_for_the_machine_is_divided_by_its_ranks(monkeypatch):
     assert share_of_rank({"slots": 10, "x": 1}, "slots") == {"slots": 2, "x": 1}
     assert share_of_rank({"slots": 1}, "slots") == {"slots": 1}
     assert share_of_rank({}, "slots") == {}
+
+
+@pytest.mark.parametrize(
+    ("interpreter", "options", "share"),
+    [
+        ("embedded", {"slots": 16, "memory_mb": 512}, {"slots": 4, "memory_mb": 512}),
+        ("sandbox_fusion", {"slots": 16, "url": "http://box"}, {"slots": 2, "url": "http://box"}),
+        ("e2b", {"sandboxes": 20, "creations_per_second": 1}, {"sandboxes": 2, "creations_per_second": 0.125}),
+        ("e2b", {"sandboxes": 4}, {"sandboxes": 1}),
+        ("e2b", {"sandboxes": None}, {"sandboxes": None}),
+    ],
+)
+def test_a_limit_of_an_interpreter_is_divided_by_the_ranks_that_share_it(monkeypatch, interpreter, options, share):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert interpreter_options_of_rank(interpreter, options) == share

@@ -17,7 +17,7 @@ def loaded_after(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize("module", ["rollout", "prompts", "interpreters", "grading", "metrics", "engines.scripted"])
+@pytest.mark.parametrize("module", ["rollout", "prompts", "interpreters", "grading", "metrics", "engines.base"])
 def test_a_light_module_loads_neither_torch_nor_trl(module):
     assert not {"torch", "trl", "transformers"} & loaded_after(f"import torl_trl.{module}")
 

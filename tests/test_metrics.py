@@ -205,7 +205,7 @@ def test_block_spans_start_and_end_with_a_fence_and_do_not_overlap(text):
 
 def test_metrics_and_records_need_neither_torch_nor_trl():
     code = (
-        "import sys, torl_trl.metrics, torl_trl.records, torl_trl.run_folder, torl_trl.curves\n"
+        "import sys, torl_trl.metrics, torl_trl.records, torl_trl.run_folder\n"
         "loaded = {'torch', 'trl', 'transformers', 'matplotlib.pyplot'} & set(sys.modules)\n"
         "sys.exit(f'loaded: {loaded}' if loaded else 0)"
     )

@@ -5,11 +5,11 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scripted_engine import ScriptedEngine
 from toys import FakeInterpreter, byte_level_tokenizer, metaspace_tokenizer, ok
 
 from torl_trl import prompts
 from torl_trl.engines.base import FinishedTurn, FinishReason
-from torl_trl.engines.scripted import ScriptedEngine
 from torl_trl.interpreters import get_interpreter
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.invariants import RolloutInvariantError

@@ -7,11 +7,11 @@ import pytest
 import torch
 import trl.trainer.utils
 from datasets import Dataset
+from scripted_engine import ScriptedEngine
 from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
 from trl import GRPOTrainer
 
 from torl_trl import AccuracyReward, ExecutabilityPenalty, Rollout, ToRLConfig, ToRLTrainer
-from torl_trl.engines.scripted import ScriptedEngine
 from torl_trl.errors import UserError
 from torl_trl.grading import Grader
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable

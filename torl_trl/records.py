@@ -71,38 +71,22 @@ SCHEMA = pa.schema(
 def rollout_row(
     rollout: Rollout,
     *,
-    step: int,
-    epoch: float | None,
-    split: str,
-    problem_id: str,
-    group_id: int,
-    generation_index: int,
-    rank: int,
+    full: bool,
     prompt: str,
-    solution: str,
     reward: float | None,
     rewards: Mapping[str, float | None],
     advantage: float | None,
-    engine: str,
-    seed: int | None,
-    full: bool,
+    **facts: Any,
 ) -> dict[str, Any]:
     """Return the row of one rollout: plain picklable values under the names of `SCHEMA`.
 
-    `split` is "train" or "eval", `group_id` and `generation_index` the place of the rollout in its step, `rewards`
-    holds each reward function's value. A reward or advantage that is NaN becomes null.
+    `rewards` holds each reward function's value; a reward or advantage that is NaN becomes null. `facts` are the
+    columns that say where the rollout belongs: step, epoch, split ("train" or "eval"), problem_id, solution, group_id
+    and generation_index (its place in the step), rank, engine, seed.
     """
     verdict = rollout.verdict
-    row = {
-        "step": step,
-        "epoch": epoch,
-        "split": split,
-        "problem_id": problem_id,
-        "group_id": group_id,
-        "generation_index": generation_index,
-        "rank": rank,
+    row = facts | {
         "full": full,
-        "solution": solution,
         "reward": _number(reward),
         "rewards": {name: _number(value) for name, value in rewards.items()},
         "correct": None if verdict is None else bool(verdict.correct),
@@ -110,8 +94,6 @@ def rollout_row(
         "extracted": None if verdict is None or verdict.extracted is None else str(verdict.extracted),
         "advantage": _number(advantage),
         "stop_reason": None if rollout.stop_reason is None else str(rollout.stop_reason),
-        "engine": engine,
-        "seed": seed,
     }
     if full:
         row |= {

@@ -11,9 +11,12 @@ from torl_trl.interpreters.base import (
     InterpreterError,
     InterpreterUnavailable,
 )
+from torl_trl.interpreters.e2b import E2BInterpreter
 from torl_trl.interpreters.embedded import EmbeddedInterpreter
+from torl_trl.interpreters.sandbox_fusion import SandboxFusionInterpreter
 
 __all__ = [
+    "E2BInterpreter",
     "EmbeddedInterpreter",
     "ExecutionResult",
     "ExecutionStatus",
@@ -21,16 +24,18 @@ __all__ = [
     "InterpreterClosed",
     "InterpreterError",
     "InterpreterUnavailable",
+    "SandboxFusionInterpreter",
     "get_interpreter",
 ]
 
-_BACKENDS = {"embedded": EmbeddedInterpreter}
+_BACKENDS = {"embedded": EmbeddedInterpreter, "sandbox_fusion": SandboxFusionInterpreter, "e2b": E2BInterpreter}
 
 
 def get_interpreter(name: str, **options: object) -> Interpreter:
     """Make the interpreter called `name`; `options` are its keyword arguments.
 
-    Raises `UserError` for another name, an option that the backend does not have, or an impossible value.
+    Raises `UserError` for another name, an option that the backend does not have, an impossible value, or a backend
+    that cannot be reached or started.
     """
     if name not in _BACKENDS:
         raise UserError(f"interpreter is {name!r}: choose one of {', '.join(_BACKENDS)}.")
@@ -40,5 +45,7 @@ def get_interpreter(name: str, **options: object) -> Interpreter:
             raise UserError(f"The interpreter {name!r} has no option {option!r}: it has {', '.join(known)}.")
     try:
         return _BACKENDS[name](**options)
+    except InterpreterUnavailable as error:
+        raise UserError(str(error)) from error
     except (ValueError, TypeError) as error:
         raise UserError(f"The interpreter {name!r} refuses its options: {error}") from error

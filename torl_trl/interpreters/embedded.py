@@ -3,12 +3,17 @@
 A fork server (sandbox/fork_server.py) has imported numpy, sympy and scipy once and forks a child for every call, in
 the best tier of isolation that works here (tiers.py); a self-test decides, not a version number. Every program has no
 variables of our environment, an empty folder that is deleted afterwards, no input, and limits on wall time, CPU time,
-memory of each process, file size, processes, open files and printed text. When it ends, for whatever reason, all that
+memory, file size, processes, open files and printed text. When it ends, for whatever reason, all that
 it started is killed, and nothing is left over for the next one. String hashing is fixed, so that the same program
 prints its sets in the same order; random numbers differ from call to call.
 
-What is not covered: the memory limit counts per process, and in tier `none` the folder's size is bounded by the time
-limit only. Tier `plain` runs programs as our user with our files and network: for programs that mean no harm.
+What is not covered. The kernel enforces the memory limit in each process; their sum is looked at ten times a second,
+without what each process has in common with the server (100 MB), which a hostile program can use for something else.
+The folders /tmp and /dev/shm hold `max_file_mb` each, in memory, beside that limit; in tier `none` there is one, on
+disk, whose size is bounded by the time limit only. In the tiers `user` and `none`, what the kernel counts per user
+(buffers of pipes, watches of files) is counted with ours until the program ends. In tier `none`, changing a file's
+mode, owner or times has no effect. Tier `plain` runs programs as our user with our files and network: for programs
+that mean no harm.
 """
 
 import logging
@@ -84,8 +89,9 @@ class EmbeddedInterpreter:
 
     `slots` is the total of this object; its default is the cores this process may use, divided by the local ranks.
     `timeout_seconds` is wall time from the start of the program; waiting for a slot is not included.
-    `max_output_chars` counts stdout and stderr apart. `max_processes` counts a program's processes and threads; in
-    the tiers `none` and `plain` the kernel counts all of the user's, and a fixed number of 4096 applies.
+    `max_output_chars` counts stdout and stderr apart. `max_processes` counts a program's processes and threads, but in
+    tier `user` as root its processes only; in tier `none` a program has one process, and as in `plain` the kernel
+    counts all of the user's: a fixed number of 4096 applies.
 
     `isolation` is a tier (`root`, `user`, `none`, `plain`), which is used or refused, `auto`: the best that works
     here, or `strict`: the best that works, but none below `strict_tier`. The tier in use is `tier`.

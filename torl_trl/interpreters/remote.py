@@ -1,21 +1,70 @@
-"""Programs for remote services: the text they run, and the result in what it prints.
+"""What the backends that run programs at a remote service have in common.
 
-A service is not sent the bare program but `sandbox/supervise.py` with the program in it. That starts a fresh Python
+The text and the result: a service is sent `sandbox/supervise.py` with the program in it, which starts a fresh Python
 without the service's environment, keeps the limits, ends all that the program started, and prints the result as one
-line of JSON. So a result is the same from every service, whatever the service does with output, time and leftovers.
+line. So a result is the same from every service, whatever it does with output, time and leftovers.
+
+The queue and the patience (`RemoteInterpreter`): what fails on our side is tried again, see `Refused` and the others.
 """
 
+import asyncio
+import atexit
+import base64
+import heapq
 import json
+import logging
+import math
+import os
+import random
 import re
 import secrets
-from collections.abc import Mapping
+import threading
+import time
+import zlib
+from abc import abstractmethod
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from torl_trl.interpreters.base import ENVIRONMENT, ExecutionResult, ExecutionStatus
+from torl_trl.interpreters.base import ENVIRONMENT, ExecutionResult, InterpreterClosed, InterpreterError
+from torl_trl.interpreters.base import ExecutionStatus as Status
+
+logger = logging.getLogger(__name__)
 
 SERVICE_SLACK_SECONDS = 30.0
 """How much longer than the program the service should wait: for the starts of two Pythons on a busy machine."""
+_FIELDS = {"status": str, "stdout": str, "stderr": str, "seconds": float, "truncated": bool}
+_MOST_BYTES = 64 << 20  # of a result, lest a forged one fills our memory
+_LONGEST_PAUSE_SECONDS = 10.0
+_WARN_SECONDS = 60.0  # between two warnings, however much fails
+
+
+class Refused(InterpreterError):
+    """The same again would be refused again."""
+
+    retries = 0
+
+
+class TooMany(InterpreterError):
+    """Too many requests for now: waited out, for some five minutes."""
+
+    retries = 35
+
+
+class Doubtful(InterpreterError):
+    """The program has killed what watches it, or the service is in trouble: twice, it is the program's `killed`."""
+
+    retries = 1
+
+
+def ranks() -> int:
+    """How many processes of this run share a service."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @lru_cache
@@ -23,9 +72,14 @@ def _source(name: str) -> str:
     return (Path(__file__).parent / "sandbox" / name).read_text(encoding="utf-8")
 
 
+def new_mark() -> str:
+    """What stands before a result, so that no other text is taken for one."""
+    return f"torl-result-{secrets.token_hex(8)} "
+
+
 def wrap(code: str, *, timeout_seconds: float, max_output_chars: int, rlimits: Mapping[str, int]) -> tuple[str, str]:
     """The Python text that runs `code` under our rules, and the mark that `unwrap` looks for."""
-    mark = f"torl-result-{secrets.token_hex(8)} "
+    mark = new_mark()
     call = {
         "code": code,
         "program_source": _source("program.py"),
@@ -39,14 +93,188 @@ def wrap(code: str, *, timeout_seconds: float, max_output_chars: int, rlimits: M
 
 
 def unwrap(stdout: str, mark: str) -> ExecutionResult | None:
-    """The result in what the service printed; None when there is none: our text did not come to its end."""
-    line = re.search(rf"^{re.escape(mark)}(.*)$", stdout, re.MULTILINE)
+    """The result in what the service printed; None when there is none, or it is cut, forged or has no status."""
+    line = re.search(rf"^{re.escape(mark)}(\S+)$", stdout, re.MULTILINE)
     if line is None:
         return None
     try:
-        fields = json.loads(line[1])
-    except json.JSONDecodeError:  # cut off by the service
+        data = zlib.decompressobj().decompress(base64.b64decode(line[1], validate=True), _MOST_BYTES)
+        fields = json.loads(data)
+        if {name: type(value) for name, value in fields.items()} != _FIELDS or not 0 <= fields["seconds"] < math.inf:
+            return None
+        return ExecutionResult(**fields | {"status": Status(fields["status"])})
+    except (ValueError, AttributeError, RecursionError, zlib.error):
         return None
-    if fields["status"] is None:  # Python did not reach the program
-        return None
-    return ExecutionResult(**fields | {"status": ExecutionStatus(fields["status"])})
+
+
+class RemoteInterpreter(AbstractContextManager):
+    """Runs programs at a service, `slots` at a time, in the order of `submit`.
+
+    A failure of ours is tried again `retries` times, or as often as its class says, after `backoff_seconds`, twice
+    that, and so on up to 10 seconds, give or take a half. A subclass has coroutines, which run in one thread; it calls
+    `_start` when it is made. `service` is its name, `more` are options of its own that must be above 0.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        slots: int,
+        timeout_seconds: float,
+        memory_mb: int,
+        max_output_chars: int,
+        max_file_mb: int,
+        retries: int,
+        backoff_seconds: float,
+        **more: float,
+    ) -> None:
+        sizes = {"timeout_seconds": timeout_seconds, "memory_mb": memory_mb, "max_output_chars": max_output_chars}
+        sizes |= {"max_file_mb": max_file_mb, "backoff_seconds": backoff_seconds, "slots": slots}
+        for name, value in (more | sizes).items():
+            if value <= 0:
+                raise ValueError(f"{name} of the {service} interpreter is {value!r}: give a number above 0.")
+        if retries < 0:
+            raise ValueError(f"retries of the {service} interpreter is {retries!r}: give 0 or more.")
+        self.slots, self.timeout_seconds = slots, timeout_seconds
+        rlimits = {"RLIMIT_AS": memory_mb << 20, "RLIMIT_FSIZE": max_file_mb << 20, "RLIMIT_NOFILE": 256}
+        rlimits |= {"RLIMIT_CPU": math.ceil(timeout_seconds) + 1, "RLIMIT_CORE": 0}  # CPU: of all threads together
+        rlimits["RLIMIT_NPROC"] = 4096  # all of the user's processes count, so this binds only runaways
+        self._limits = {"timeout_seconds": timeout_seconds, "max_output_chars": max_output_chars, "rlimits": rlimits}
+        self._service, self._retries, self._backoff = service, retries, backoff_seconds
+        self._waiting: deque[tuple[str, Future[ExecutionResult], float]] = deque()  # code, future, time of submit
+        self._free = list(range(slots))  # a heap: the lowest first, so that few slots are used where few are needed
+        self._workers: set[asyncio.Task[None]] = set()
+        self._attempts = self._failures = 0
+        self._next_warning = -math.inf
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def _start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"interpreter-{self._service}", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+        opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
+        try:
+            opening.result()
+        except BaseException:  # also Ctrl-C
+            opening.cancel()
+            self.close()
+            raise
+
+    def submit(self, code: str) -> Future[ExecutionResult]:
+        """Queue `code`. Raises `InterpreterClosed` after `close`; the future may raise `InterpreterError`."""
+        future: Future[ExecutionResult] = Future()
+        with self._lock:  # so that no call slips in behind `close`
+            if self._closed:
+                raise InterpreterClosed(f"The {self._service} interpreter is closed: make a new one.")
+            self._loop.call_soon_threadsafe(self._enqueue, code, future, time.perf_counter())
+        return future
+
+    def close(self) -> None:
+        """Fail what runs and what waits with `InterpreterClosed`, and free everything. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        atexit.unregister(self.close)
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @abstractmethod
+    async def _open(self) -> None:
+        """Reach the service; raises `InterpreterUnavailable`."""
+
+    @abstractmethod
+    async def _prepare(self, slot: int) -> None:
+        """Make `slot` ready for an attempt; raises `InterpreterError`."""
+
+    @abstractmethod
+    async def _attempt(self, slot: int, code: str) -> ExecutionResult:
+        """Run `code` in `slot`, which is ready; raises `InterpreterError`."""
+
+    @abstractmethod
+    async def _close(self) -> None:
+        """Free everything."""
+
+    def _enqueue(self, *call: Any) -> None:
+        self._waiting.append(call)
+        if self._free:
+            worker = self._loop.create_task(self._work(heapq.heappop(self._free)))
+            self._workers.add(worker)
+            worker.add_done_callback(self._workers.discard)
+
+    async def _work(self, slot: int) -> None:
+        """Answer calls until none waits. When no slot can be made ready, the last worker fails those that wait."""
+        try:
+            while self._waiting:
+                await self._patiently(lambda: self._prepare(slot))
+                if self._waiting:  # another worker may have been faster
+                    await self._answer(slot, *self._waiting.popleft())
+        except Exception as error:  # whatever it is, nobody else would tell the callers
+            if len(self._free) == self.slots - 1:
+                self._fail_waiting(error)
+        finally:
+            heapq.heappush(self._free, slot)
+
+    async def _answer(self, slot: int, code: str, future: Future[ExecutionResult], submitted: float) -> None:
+        async def attempt() -> ExecutionResult:
+            self._attempts += 1
+            await self._prepare(slot)
+            return await self._attempt(slot, code)
+
+        queue_seconds = time.perf_counter() - submitted
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = await self._patiently(attempt)
+            future.set_result(replace(result, queue_seconds=queue_seconds))
+        except Doubtful:
+            future.set_result(ExecutionResult(Status.KILLED, "", "", 0.0, queue_seconds))
+        except asyncio.CancelledError:
+            future.set_exception(InterpreterClosed("The interpreter was closed while this program ran."))
+            raise
+        except Exception as error:
+            future.set_exception(error)
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+        """What `attempt` returns in the end; raises its last error."""
+        failures: Counter[int | None] = Counter()
+        while True:
+            try:
+                return await attempt()
+            except InterpreterError as error:
+                self._warn(error)
+                retries = getattr(error, "retries", None)
+                failures[retries] += 1
+                if failures[retries] > (self._retries if retries is None else retries):
+                    raise
+            pause = min(self._backoff * 2 ** (failures.total() - 1), _LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+
+    def _warn(self, what: object) -> None:
+        self._failures += 1
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + _WARN_SECONDS
+            so_far = f"{self._failures} failures, {self._attempts} attempts to run a program"
+            logger.warning("%s: %s; so far %s.", self._service, what, so_far)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        for _, future, _ in self._waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        self._waiting.clear()
+
+    async def _shut_down(self) -> None:
+        workers = list(self._workers)
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        self._fail_waiting(InterpreterClosed("The interpreter was closed before this program started."))
+        await self._close()

@@ -47,14 +47,18 @@ class ServerProcess:
         rlimits: Mapping[str, int],
     ) -> None:
         self.tier = tier
-        self._folder = tempfile.mkdtemp(prefix="torl-")
-        os.chmod(self._folder, 0o711)  # slots of other users have their own folders in it
+        self._folder = None
+        if not tier.has_namespaces:
+            self._folder = tempfile.mkdtemp(prefix="torl-")
+            os.chmod(self._folder, 0o711)  # slots of other users have their own folders in it
+        trainer = os.pidfd_open(os.getpid())  # the server ends with us, even if a fork of ours keeps the sockets open
         pairs = [socket.socketpair() for _ in range(slots + 1)]
         theirs = [pair[1].fileno() for pair in pairs]
         self._control, *self._slots = [pair[0] for pair in pairs]
         settings = {
             "tier": tier,
             "control": theirs[0],
+            "trainer": trainer,
             "slots": theirs[1:],
             "packages": box_packages() if tier.has_namespaces else package_folders(),
             "folder": self._folder,
@@ -75,7 +79,7 @@ class ServerProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 env=ENVIRONMENT | {"HOME": "/tmp", "TMPDIR": "/tmp"},
-                pass_fds=theirs,
+                pass_fds=(trainer, *theirs),
                 start_new_session=True,  # Ctrl-C is for us: we end it
             )
         except OSError as error:
@@ -83,6 +87,7 @@ class ServerProcess:
             self.end()
             raise InterpreterUnavailable(f"cannot start the fork server: {error}") from error
         finally:
+            os.close(trainer)
             for _, their_end in pairs:
                 their_end.close()
         self.missing: list[str] = self._greet()
@@ -145,7 +150,8 @@ class ServerProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Free the descriptors too; nobody may be in `call`."""

@@ -111,6 +111,8 @@ def server_command(tier: Tier, arguments: Iterable[str]) -> list[str]:
     command += ["--ro-bind", str(SANDBOX), "/torl"]
     for inside, outside in zip(box_packages(), package_folders(), strict=True):
         command += ["--ro-bind", outside, inside]
+    for folder in ("/dev", "/"):  # a program may have the user to whom they belong
+        command += ["--remount-ro", folder]
     return [*command, "--chdir", "/", "--", *python, "/torl/fork_server.py", *arguments]
 
 

@@ -6,14 +6,15 @@ Called between the fork and the program. Everything that can be prepared once is
 import ctypes
 import os
 import resource
+import signal
 
 import seccomp
 
 libc = ctypes.CDLL(None, use_errno=True)
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 38, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 36
 NEW_NAMESPACE = {"mount": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pid": 0x20000000}
-MS_NOSUID, MS_NODEV, MNT_DETACH = 2, 4, 2
+MS_RDONLY, MS_NOSUID, MS_NODEV, MNT_DETACH = 1, 2, 4, 2
 CAPSET = {"x86_64": 126, "aarch64": 91}
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every processor
 READ_FILE, READ_DIR, EXECUTE, WRITE_FILE, TRUNCATE, IOCTL = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14, 1 << 15
@@ -51,9 +52,10 @@ def enter_namespaces(names):
 
 
 def mount_private(folder, size_mb):
-    """An empty file system in memory on `folder`."""
-    options = f"size={size_mb}m,nr_inodes=16384,mode=1777".encode()
-    check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options), f"mount {folder}")
+    """An empty file system in memory on `folder`; of size 0, it stays empty."""
+    options = f"size={max(size_mb, 1)}m,nr_inodes=16384,mode=1777".encode()
+    flags = MS_NOSUID | MS_NODEV | (0 if size_mb else MS_RDONLY)
+    check(libc.mount(b"tmpfs", folder.encode(), b"tmpfs", flags, options), f"mount {folder}")
 
 
 def unmount(folder):
@@ -106,15 +108,20 @@ class Confinement:
 
     def apply(self):
         for limit, value in self.rlimits:
-            hard = resource.getrlimit(limit)[1]
-            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.setrlimit(limit, (value, value))
+            # SIGXCPU comes at the soft limit of CPU time; at the hard one, a process is killed as by anyone.
+            soft_and_hard = (value, value + 1 if limit == resource.RLIMIT_CPU else value)
+            most = resource.getrlimit(limit)[1]
+            if most != resource.RLIM_INFINITY:
+                soft_and_hard = tuple(min(bound, most) for bound in soft_and_hard)
+            resource.setrlimit(limit, soft_and_hard)
         if self.uid is not None:
             os.setgroups([])
             os.setresgid(self.uid, self.uid, self.uid)
             os.setresuid(self.uid, self.uid, self.uid)
         elif self.drop:
             drop_capabilities()
+        prctl(PR_SET_DUMPABLE, 0)  # a crash is not the business of the host's collector of crashes
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # not earlier: a change of the user undoes it
         if self.filter_calls:
             prctl(PR_SET_NO_NEW_PRIVS, 1)
         if self.rules is not None:

@@ -2,14 +2,18 @@
 
 It runs as a script in the sandbox that the embedded interpreter has started. Processes, from the outside in:
 
-    server                warms up, forks the slots, ends when the trainer's end of the control pipe closes
+    server                warms up, forks the slots, ends with the trainer or its end of the control pipe
     └── slot (one a core) has the trainer's socket; in the namespace tiers the init process of its own pid namespace,
         │                 with /tmp and /dev/shm of its own
         └── program       forked and confined ahead of its call, waits for its code
 
 A slot is confined less than a program, and never runs the model's code. When a program ends, for whatever reason, the
 slot kills all that it started before it answers: everything else in its pid namespace. Where there is none, a program
-cannot start another process.
+cannot start another process. Each process is killed when the one above it ends. Slots and programs are the kernel's
+first choice when memory runs out.
+
+In tier `user` a program has the same user as its slot and the server, so they must not be in its reach: not visible,
+not in its process group, and without handlers for signals, since the first process of a namespace gets no others.
 """
 
 import atexit
@@ -21,6 +25,7 @@ import io
 import json
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -30,8 +35,10 @@ from pathlib import Path
 import confine
 import program
 from supervise import delete, supervise
+from usage import Usage
 
 REQUEST = struct.Struct("<Id")  # the size of the program, its time limit in seconds
+FOLDERS = ("/tmp", "/dev/shm")  # a slot's own, where there are namespaces
 MADV_COLLAPSE = 25
 HUGE_PAGE = 1 << 21
 PRELOAD = ("numpy", "numpy.linalg", "sympy", "scipy", "collections", "decimal", "fractions", "itertools", "statistics")
@@ -109,10 +116,14 @@ class Slot:
         if os.getuid() == 0 and (self.tier == "root" or is_open_to_all(settings["packages"])):
             uid = settings["first_uid"] + number
         rules = None
+        self.usage = None  # in tier `none` a program has one process
         if self.has_namespaces:
             self.folder = "/tmp"
-            confine.mount_private("/proc", 1)  # shows the server's processes
-            self.mount()
+            self.usage = Usage(settings["rlimits"])
+            confine.mount_private("/proc", 0)  # shows the server's processes
+            self.untouched = {}
+            for folder in FOLDERS:
+                self.mount(folder)
         else:
             self.folder = os.path.join(settings["folder"], f"slot{number}")
             os.mkdir(self.folder, 0o700)
@@ -128,17 +139,16 @@ class Slot:
             rules=rules,
         )
         self.child = None
-        self.null = os.open(os.devnull, os.O_RDWR)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self.stop)
-        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def serve(self):
         self.prepare()
         while True:
             request = receive(self.connection)
             if request is None:
-                self.stop()
+                if self.child:
+                    self.end()
+                os._exit(0)
             result = self.run(*request)
             send(self.connection, json.dumps(result).encode())
             self.clean()
@@ -159,14 +169,15 @@ class Slot:
     def become_program(self, code, out, err, ready):
         """In the new process. What goes wrong before the program has its code is a failure of ours."""
         try:
+            os.setpgid(0, 0)  # a signal to its process group is for itself
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(self.folder)
             os.environ["HOME"] = os.environ["TMPDIR"] = os.environ["MPLCONFIGDIR"] = self.folder
             self.confinement.apply()
             reseed()
             os.write(ready, b"!")
-            for fd, place in ((self.null, 0), (out, 1), (err, 2), (code, 3)):
+            null = os.open(os.devnull, os.O_RDWR)  # a lock on ours would stay
+            for fd, place in ((null, 0), (out, 1), (err, 2), (code, 3)):
                 os.dup2(fd, place)
             os.closerange(4, 1 << 20)
         except BaseException as error:
@@ -184,7 +195,8 @@ class Slot:
             raise RuntimeError("a program's process ended before it was ready")
         feed(self.code, code)
         os.close(self.code)
-        result = supervise(self.child, self.out, self.err, timeout, self.max_chars, self.end)
+        excess = self.usage.excess if self.usage else None
+        result = supervise(self.child, self.out, self.err, timeout, self.max_chars, self.end, excess=excess)
         os.close(self.out)
         os.close(self.err)
         return result
@@ -202,24 +214,25 @@ class Slot:
                 os.waitpid(-1, 0)
         return wait_status
 
-    def stop(self, *_):
-        if self.child:
-            self.end()
-        os._exit(0)
-
-    def mount(self):
-        for folder in ("/tmp", "/dev/shm"):
-            confine.mount_private(folder, self.file_mb)
+    def mount(self, folder):
+        confine.mount_private(folder, self.file_mb)
+        self.untouched[folder] = state(folder)
 
     def clean(self):
         """An empty folder for the next program."""
         if self.has_namespaces:
-            if os.listdir("/tmp") or os.listdir("/dev/shm"):
-                for folder in ("/tmp", "/dev/shm"):
+            for folder in FOLDERS:
+                if state(folder) != self.untouched[folder]:
                     confine.unmount(folder)
-                self.mount()
+                    self.mount(folder)
         else:
             empty(self.folder)
+
+
+def state(folder):
+    """Differs after any change to the folder: its entries, mode, times, attributes."""
+    status = os.stat(folder)
+    return status.st_ctime_ns, status.st_mtime_ns, status.st_mode, status.st_size
 
 
 def empty(folder):
@@ -259,22 +272,30 @@ def send(connection, data):
 
 
 def start_slot(number, fd, settings):
-    """Fork a slot with its socket `fd`; in the namespace tiers a process in between waits for it."""
-    if os.fork():
-        return
+    """Fork a slot with its socket `fd`; in the namespace tiers a process in between waits for it.
+
+    Returns the process id of the slot, or of the one in between.
+    """
+    child = os.fork()
+    if child:
+        return child
     try:
-        for other in (settings["control"], *settings["slots"]):
+        for other in (settings["control"], settings["trainer"], *settings["slots"]):
             if other != fd:
                 with contextlib.suppress(OSError):  # closed already
                     os.close(other)
-        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
         if settings["tier"] in ("root", "user"):
             names = ("mount", "ipc", "pid") if settings["tier"] == "root" else ("user", "mount", "ipc", "pid")
             confine.enter_namespaces(names)
+            confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
             init = os.fork()
             if init:
                 os.waitpid(init, 0)
                 os._exit(1)
+        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setpgid(0, 0)  # a session of its own would be a scheduling group too, and cost a third of the speed
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:
+            stream.write("1000")
         Slot(number, socket.socket(fileno=fd), settings).serve()
     except BaseException as error:  # a forked process must not go on as the server
         sys.stderr.write(f"slot {number}: {type(error).__name__}: {error}\n")
@@ -282,18 +303,37 @@ def start_slot(number, fd, settings):
         os._exit(1)
 
 
+def end_all(slots, folder, exit_code):
+    """Kill the slots, and with them their programs; wait for the last process, delete what it left, and end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for slot in slots:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(slot, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # nobody is left
+        while True:
+            os.waitpid(-1, 0)
+    if folder is not None:
+        delete(folder)
+    os._exit(exit_code)
+
+
 def main():
     settings = json.loads(sys.argv[1])
     sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)] + settings["packages"]
     missing = warm_up()
+    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)  # to wait for programs whose slot is gone
+    slots = []
     for number, fd in enumerate(settings["slots"]):
-        start_slot(number, fd, settings)
+        slots.append(start_slot(number, fd, settings))
         os.close(fd)
-    control = settings["control"]
-    os.write(control, json.dumps({"missing": missing}).encode() + b"\n")
-    signal.signal(signal.SIGCHLD, lambda *_: os._exit(1))  # a slot is gone: end all, the trainer starts anew
-    os.read(control, 1)
-    os._exit(0)
+    # A slot that is gone ends all: the trainer starts anew.
+    signal.signal(signal.SIGCHLD, lambda *_: end_all(slots, settings["folder"], 1))
+    os.write(settings["control"], json.dumps({"missing": missing}).encode() + b"\n")
+    poll = select.poll()  # the control pipe alone would stay open in the trainer's forks
+    for fd in (settings["control"], settings["trainer"]):
+        poll.register(fd, select.POLLIN)
+    poll.poll()
+    end_all(slots, settings["folder"], 0)
 
 
 if __name__ == "__main__":

@@ -5,20 +5,27 @@ program, which is what remote services do with this file's text. Their own rules
 processes do not matter then, and every backend gives the same result.
 """
 
+import base64
 import codecs
 import contextlib
 import json
+import math
 import os
+import resource
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 
 STARTUP_SECONDS = 60.0  # for Python itself, before the program; generous, because then it is the machine that is slow
 DRAIN_SECONDS = 0.5  # killed processes have closed their pipes by then, or nobody could kill them
+LOOK_SECONDS = 0.1
 CHUNK = 65536
+STACK = 8 << 20
+LONGEST_LINE = 180_000
 
 
 class Stream:
@@ -42,11 +49,12 @@ class Stream:
         return "".join(self.parts)
 
 
-def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
+def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None, excess=None):
     """Read the pipes `stdout` and `stderr` of the child `pid` until it ends or breaks a limit.
 
     `end()` kills it with all that it started and returns its wait status. The clock starts now, or when `ready` gets a
-    byte. Returns the fields of an ExecutionResult as a dict; their status is None when the child never was ready.
+    byte. `excess()`, asked now and then, names the status of a program that breaks another limit, or says None.
+    Returns the fields of an ExecutionResult as a dict; their status is None when the child never was ready.
     """
     streams = {stdout: Stream(max_chars), stderr: Stream(max_chars)}
     child = watch(pid)
@@ -57,8 +65,10 @@ def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
     is_ready = ready is None
     deadline = started + (timeout if is_ready else STARTUP_SECONDS)
     ended = timed_out = False
-    while not ended and not timed_out and not any(stream.overflow for stream in streams.values()):
-        for fd, _ in poll.poll(max(0.0, deadline - time.perf_counter()) * 1000 + 1):
+    broken = None
+    next_look = started + LOOK_SECONDS if excess is not None else math.inf
+    while not ended and not timed_out and not broken and not any(stream.overflow for stream in streams.values()):
+        for fd, _ in poll.poll(max(0.0, min(deadline, next_look) - time.perf_counter()) * 1000 + 1):
             if fd == child:
                 ended = True
             elif fd == ready:
@@ -69,13 +79,16 @@ def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None):
             elif not take(fd, streams[fd]):
                 poll.unregister(fd)
         timed_out = time.perf_counter() >= deadline
+        if time.perf_counter() >= next_look and not ended:
+            broken = excess()
+            next_look = time.perf_counter() + LOOK_SECONDS
     seconds = time.perf_counter() - started
     wait_status = end()
     os.close(child)
     drain(streams)
     overflow = any(stream.overflow for stream in streams.values())
     code = os.waitstatus_to_exitcode(wait_status)
-    status = status_of(code, streams[stderr].text, timed_out and not ended, overflow)
+    status = broken or status_of(code, streams[stderr].text, timed_out and not ended, overflow)
     return {
         "status": status if is_ready else None,
         "stdout": streams[stdout].text,
@@ -205,6 +218,25 @@ def delete(folder):
 
 
 def print_result(mark, **call):
-    """Run a call and print its result as one line of JSON after `mark`."""
-    sys.stdout.write("\n" + mark + json.dumps(run_alone(**call)) + "\n")
+    """Run a call and print its result."""
+    # A service may set the limit of the stack to that of the memory; threads take it as the size of their stacks, and
+    # none could start.
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if not 0 <= soft <= STACK:  # infinity is below 0
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK, hard))
+    print_fields(mark, run_alone(**call))
+
+
+def print_fields(mark, fields):
+    """Print the fields of a result as one line after `mark`: compressed, since services cut or hang on long lines.
+
+    What is too long even so loses half of its text, and again.
+    """
+    while True:
+        line = base64.b64encode(zlib.compress(json.dumps(fields).encode())).decode()
+        if len(line) < LONGEST_LINE:
+            break
+        halves = {name: fields[name][: len(fields[name]) // 2] for name in ("stdout", "stderr")}
+        fields = dict(fields, truncated=True, **halves)
+    sys.stdout.write("\n" + mark + line + "\n")
     sys.stdout.flush()

@@ -15,7 +15,7 @@ from transformers import (
 
 from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, ROLLOUTS_NAME, read_metrics
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("torl_trl.console")
 
 STEP_METRICS = {
     "reward": "reward",

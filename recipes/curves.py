@@ -1,4 +1,4 @@
-"""Figures of learning curves: one run on a page (`draw_curves`), several runs over each other (`draw_comparison`).
+"""The figure of a run: its learning curves on one page.
 
 Drawn with matplotlib's object interface, so that nothing of a notebook's or a caller's figures is touched. Colours
 are from Okabe and Ito's palette, which readers with any colour vision can tell apart.
@@ -17,9 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from torl_trl.run_folder import CURVES_NAME, read_metrics
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
-_DASHES = ("-", "--", "-.", ":")
+BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 _INK, _GRID = "#333333", "#E3E3E3"
 _SMOOTH_ABOVE = 40  # a line of more points than this is drawn pale, with its running mean over it
 
@@ -101,13 +99,6 @@ PANELS = (
     ),
 )
 
-COMPARED = (
-    Curve("eval", "accuracy", "Accuracy, held out", ""),
-    Curve("train", "tools/code_ratio", "Completions with code", ""),
-    Curve("train", "tools/executed_code_ratio", "Code that was executed", ""),
-)
-"""What `draw_comparison` shows: a panel per curve, its label the title."""
-
 
 def draw_curves(run_folder: Path) -> Path:
     """Draw the run's metrics.jsonl as curves.png beside it and return that path.
@@ -118,30 +109,11 @@ def draw_curves(run_folder: Path) -> Path:
     lines = read_metrics(run_folder)
     figure = Figure(figsize=(13.5, 7.2), dpi=130, layout="constrained")
     for axes, panel in zip(figure.subplots(2, 3).flat, PANELS, strict=True):
-        _style(axes, panel.title, panel.unit, panel.is_share)
+        style(axes, panel.title, panel.unit, panel.is_share)
         for curve in panel.curves:
             _draw_curve(axes, curve, metric_points(lines, curve.split, curve.metric))
-        _finish(axes, crowded=len(panel.curves) > 3)
-    return _save(figure, run_folder / CURVES_NAME)
-
-
-def draw_comparison(named_runs: Mapping[str, Sequence[Path]], path: Path, metrics: Sequence[Curve] = COMPARED) -> Path:
-    """Overlay runs at `path`, a panel per metric: each name's median line and min to max band over its runs (seeds).
-
-    At each step the median is over the runs that logged the metric there. Raises what `read_metrics` raises.
-    """
-    figure = Figure(figsize=(4.6 * len(metrics), 3.9), dpi=130, layout="constrained")
-    panels = figure.subplots(1, len(metrics), squeeze=False)[0]
-    lines = {name: [read_metrics(Path(folder)) for folder in folders] for name, folders in named_runs.items()}
-    for axes, curve in zip(panels, metrics, strict=True):
-        in_range = True
-        for index, (name, runs) in enumerate(lines.items()):
-            points = [metric_points(run, curve.split, curve.metric) for run in runs]
-            in_range = in_range and all(0 <= value <= 1 for run in points for _, value in run)
-            _draw_band(axes, name, points, index, curve.split == "eval")
-        _style(axes, curve.label, "", is_share=in_range)
-        _finish(axes)
-    return _save(figure, Path(path))
+        finish(axes, crowded=len(panel.curves) > 3)
+    return save(figure, run_folder / CURVES_NAME)
 
 
 def metric_points(lines: Sequence[Mapping[str, Any]], split: str, metric: str) -> Points:
@@ -170,30 +142,7 @@ def _draw_curve(axes: Axes, curve: Curve, points: Points) -> None:
         axes.plot(steps, running_mean(values, max(5, len(values) // 20)), **style)
 
 
-def _draw_band(axes: Axes, name: str, runs: Sequence[Points], index: int, markers: bool) -> None:
-    at_step: dict[float, list[float]] = {}
-    for points in runs:
-        for step, value in points:
-            at_step.setdefault(step, []).append(value)
-    if not at_step:
-        return
-    steps = sorted(at_step)
-    color, dashes = PALETTE[index % len(PALETTE)], _DASHES[index % len(_DASHES)]
-    low, high = [min(at_step[step]) for step in steps], [max(at_step[step]) for step in steps]
-    axes.fill_between(steps, low, high, color=color, alpha=0.16, linewidth=0)
-    axes.plot(
-        steps,
-        [statistics.median(at_step[step]) for step in steps],
-        color=color,
-        linestyle=dashes,
-        linewidth=2,
-        marker="o" if markers else None,
-        markersize=4.5,
-        label=name,
-    )
-
-
-def _style(axes: Axes, title: str, unit: str, is_share: bool) -> None:
+def style(axes: Axes, title: str, unit: str, is_share: bool) -> None:
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=_INK)
     axes.set_xlabel("step", color=_INK)
     axes.set_ylabel(unit, color=_INK)
@@ -207,7 +156,7 @@ def _style(axes: Axes, title: str, unit: str, is_share: bool) -> None:
         axes.set_ylim(-0.02, 1.02)
 
 
-def _finish(axes: Axes, crowded: bool = False) -> None:
+def finish(axes: Axes, crowded: bool = False) -> None:
     """Add the legend, above the curves where these are so many that no corner is free."""
     if not axes.lines:
         axes.text(0.5, 0.5, "not logged in this run", transform=axes.transAxes, ha="center", va="center", color=_INK)
@@ -220,7 +169,7 @@ def _finish(axes: Axes, crowded: bool = False) -> None:
     axes.legend(framealpha=0.85, edgecolor="none", fontsize=9, **layout)
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
     FigureCanvasAgg(figure)

@@ -1,0 +1,248 @@
+"""The E2B interpreter: programs run in E2B's cloud sandboxes, virtual machines of their own away from ours.
+
+    with E2BInterpreter(sandboxes=20) as interpreter:  # needs the variable E2B_API_KEY
+        interpreter.submit("print(2**100)").result().stdout
+
+Each slot has one sandbox at most, which serves one call at a time: two programs would share its two cores and memory.
+It is created when calls wait, kept for those that follow, replaced before its lifetime ends and after any trouble. The
+kernel of E2B's code interpreter runs only text of ours (sandbox/kernel.py), which starts the embedded interpreter's
+fork server there in tier `none`: the same isolation, limits and results as here. Where that does not come up, a call
+starts a fresh Python (remote.py), slower and able to reach all of its sandbox; a warning says so.
+
+What is NOT covered. A process of ours that is killed outright cannot kill its sandboxes: they live, and cost money,
+until `lifetime_seconds` are over. A program that takes down its sandbox costs that and a second one.
+"""
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torl_trl.interpreters.base import ExecutionResult, InterpreterError, InterpreterUnavailable
+from torl_trl.interpreters.remote import (
+    SERVICE_SLACK_SECONDS,
+    Doubtful,
+    Refused,
+    RemoteInterpreter,
+    TooMany,
+    new_mark,
+    ranks,
+    unwrap,
+    wrap,
+)
+
+PLAN_SANDBOXES, PLAN_CREATIONS_PER_SECOND = 20, 1.0  # the most of E2B's free plan
+CREATE_SECONDS = 60.0  # E2B needs about one
+START_SECONDS = 180.0  # importing numpy, sympy and scipy from a cold disk
+CLOSE_SECONDS = 20.0  # for a kill, and for a creation that is on its way when all is closed
+# The SDK's transport ends cancelled requests in threads of its own. Python's end must not overtake them, or the
+# process aborts (curioswitch/pyqwest#164; measured: one exit in seven, none of 60 with this pause).
+DRAIN_SECONDS = 0.2
+LOST = ("ContextRestarting", "ServerDied")  # the kernel, or our server beside it, has died
+
+
+@dataclass(eq=False, slots=True)
+class _Sandbox:
+    remote: Any  # the SDK's AsyncSandbox
+    expires: float
+    has_server: bool = False
+
+
+class E2BInterpreter(RemoteInterpreter):
+    """Runs programs in E2B sandboxes, in the order of `submit`.
+
+    `sandboxes` and `creations_per_second` are this object's share of what your plan allows; their defaults are the
+    free plan's, divided by the ranks. `timeout_seconds` is wall time from the start of the program, `memory_mb` is for
+    each of its processes, `max_output_chars` counts stdout and stderr apart. E2B ends a sandbox after
+    `lifetime_seconds` (3600 at most in the free plan). `template` names a sandbox template of yours, derived from the
+    one of E2B's code interpreter. `retries` and `backoff_seconds`: see `RemoteInterpreter`.
+
+    Waits until there is a first sandbox; raises `InterpreterUnavailable`, in one sentence, when there can be none.
+    """
+
+    def __init__(
+        self,
+        *,
+        sandboxes: int | None = None,
+        timeout_seconds: float = 10.0,
+        memory_mb: int = 1024,
+        max_output_chars: int = 65_536,
+        max_file_mb: int = 64,
+        creations_per_second: float | None = None,
+        lifetime_seconds: int = 1800,
+        template: str | None = None,
+        retries: int = 4,
+        backoff_seconds: float = 0.5,
+    ) -> None:
+        sandboxes = max(1, PLAN_SANDBOXES // ranks()) if sandboxes is None else sandboxes
+        rate = PLAN_CREATIONS_PER_SECOND / ranks() if creations_per_second is None else creations_per_second
+        # In debug mode there is one server, however many are asked for, and its one kernel runs one call at a time.
+        is_debug = os.environ.get("E2B_DEBUG", "").lower() == "true"
+        slots = 1 if is_debug else sandboxes
+        sizes = timeout_seconds, memory_mb, max_output_chars, max_file_mb
+        own = {"sandboxes": sandboxes, "creations_per_second": rate, "lifetime_seconds": lifetime_seconds}
+        super().__init__("e2b", slots, *sizes, retries, backoff_seconds, **own)
+        self._call_seconds = timeout_seconds + SERVICE_SLACK_SECONDS
+        if lifetime_seconds <= self._call_seconds:
+            raise ValueError(
+                f"lifetime_seconds of the e2b interpreter is {lifetime_seconds!r}, in which a call may not end: give "
+                f"many times timeout_seconds + {SERVICE_SLACK_SECONDS:g}, {self._call_seconds:g}."
+            )
+        self._sdk = _sdk(is_debug)
+        self._creation = {"template": template, "timeout": lifetime_seconds, "allow_internet_access": False}
+        self._interval = 1 / rate
+        self._start_text = _start_text({"max_file_mb": max_file_mb, **self._limits})
+        self._sandboxes: dict[int, _Sandbox] = {}  # by slot
+        self._alive: dict[str, Any] = {}  # all that the service has for us, by their ids, until they are killed
+        self._creating = asyncio.Lock()
+        self._key = uuid.uuid4()
+        self._next_creation = 0.0
+        self._request: asyncio.Future[Any] | None = None
+        self._last_failure = (0.0, InterpreterError())
+        self._start()
+
+    async def _open(self) -> None:
+        try:
+            await self._patiently(lambda: self._prepare(0))
+        except InterpreterError as error:
+            raise InterpreterUnavailable(f"{error}.") from error
+
+    async def _prepare(self, slot: int) -> None:
+        if slot in self._sandboxes and self._sandboxes[slot].expires - time.monotonic() < self._call_seconds:
+            await self._discard(slot)
+        if slot not in self._sandboxes:
+            sandbox = await self._create()
+            try:
+                await self._start_server(sandbox)
+            except InterpreterError:
+                await self._kill(sandbox.remote)
+                raise
+            self._sandboxes[slot] = sandbox
+
+    async def _create(self) -> _Sandbox:
+        asked = time.monotonic()
+        async with self._creating:
+            failed, error = self._last_failure
+            if failed > asked:  # an outage is one for all that wait here
+                raise type(error)(str(error)) from error
+            await asyncio.sleep(self._next_creation - time.monotonic())
+            self._next_creation = time.monotonic() + self._interval
+            expires = time.monotonic() + self._creation["timeout"]
+            # retries=0: the SDK's own retries would be creations beyond the rate.
+            create = self._sdk.create(
+                **self._creation, idempotency_key=str(self._key), request_timeout=CREATE_SECONDS, retries=0
+            )
+            self._request = asyncio.ensure_future(create)
+            self._request.add_done_callback(self._created)
+            try:  # shielded from `close`: a sandbox that nobody knows could not be killed
+                remote = await _ask("create a sandbox", asyncio.shield(self._request), CREATE_SECONDS)
+            except InterpreterError as error:
+                self._request.cancel()
+                self._last_failure = time.monotonic(), error
+                if getattr(error.__cause__, "status_code", None):  # else it may exist: the same key gives that one
+                    self._key = uuid.uuid4()
+                raise
+            self._key = uuid.uuid4()
+            return _Sandbox(remote, expires)
+
+    def _created(self, request: asyncio.Future[Any]) -> None:
+        if not request.cancelled() and request.exception() is None:
+            self._alive[request.result().sandbox_id] = request.result()
+
+    async def _start_server(self, sandbox: _Sandbox) -> None:
+        # timeout=0 for the SDK, here and below: its own limit fires at twice its value.
+        request = sandbox.remote.run_code(self._start_text, timeout=0)
+        error = (await _ask("start our server in a sandbox", request, START_SECONDS)).error
+        if error and error.name in LOST:
+            raise InterpreterError(f"E2B's sandbox failed at its start: {error.name}")
+        sandbox.has_server = error is None
+        if error:
+            self._warn(
+                f"the fork server does not start in a sandbox ({error.name}: {error.value}); calls start a fresh "
+                "Python there, which is slower, and not isolated from it"
+            )
+
+    async def _attempt(self, slot: int, code: str) -> ExecutionResult:
+        sandbox = self._sandboxes[slot]
+        if sandbox.has_server:
+            mark = new_mark()
+            text = f"ask({mark!r}, {code!a}, {self.timeout_seconds!r})"
+        else:
+            text, mark = wrap(code, **self._limits)
+        try:
+            execution = await _ask("run a program", sandbox.remote.run_code(text, timeout=0), self._call_seconds)
+            if result := unwrap("".join(execution.logs.stdout), mark):
+                return result
+            if execution.error and execution.error.name in LOST:
+                raise Doubtful(f"E2B's sandbox died: {execution.error.name}: {execution.error.value}")
+            raise InterpreterError(f"E2B's answer to a program has no result in it: {execution.error}")
+        except TooMany:  # nothing is wrong with the sandbox
+            raise
+        except InterpreterError:
+            await self._discard(slot)
+            raise
+
+    async def _discard(self, slot: int) -> None:
+        await self._kill(self._sandboxes.pop(slot).remote)
+
+    async def _kill(self, remote: Any) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._patiently(lambda: _ask("kill a sandbox", remote.kill(), CLOSE_SECONDS / 2))
+            self._alive.pop(remote.sandbox_id, None)
+        except (InterpreterError, TimeoutError) as error:
+            self._warn(f"a sandbox lives until its lifetime ends ({error or 'no answer to the kill'})")
+
+    async def _close(self) -> None:
+        if self._request:
+            await asyncio.wait([self._request], timeout=CLOSE_SECONDS)
+            self._request.cancel()
+        await asyncio.gather(*(self._kill(remote) for remote in list(self._alive.values())))
+        await asyncio.sleep(DRAIN_SECONDS)
+
+
+async def _ask(what: str, request: Awaitable[Any], seconds: float) -> Any:
+    """The answer to a request to E2B; raises `InterpreterError` for whatever goes wrong, and after `seconds`."""
+    try:
+        return await asyncio.wait_for(request, seconds)
+    except TimeoutError as error:
+        raise InterpreterError(f"E2B did not {what} within {seconds:g} seconds") from error
+    except Exception as error:  # the SDK raises what is not derived from its own: httpx's, json's, plain `Exception`
+        name, text, status = type(error).__name__, " ".join(str(error).split())[:300], getattr(error, "status_code", 0)
+        kind = InterpreterError
+        if status == 429 or text.startswith("429 "):  # the second is how running code reports it
+            kind = TooMany
+        elif what.startswith("create") and (status in (400, 401, 403, 404) or name == "AuthenticationException"):
+            kind = Refused
+        raise kind(f"E2B did not {what}: {name}: {text}") from error
+
+
+def _sdk(is_debug: bool) -> Any:
+    """The SDK's AsyncSandbox; raises `InterpreterUnavailable` when it cannot work."""
+    try:
+        from e2b_code_interpreter import AsyncSandbox  # here, since few runs need it
+    except ModuleNotFoundError as error:
+        raise InterpreterUnavailable(
+            "The e2b interpreter needs E2B's SDK: pip install 'e2b-code-interpreter>=2.11.5' 'e2b>=2.63'."
+        ) from error
+    if not is_debug and not os.environ.get("E2B_API_KEY"):
+        raise InterpreterUnavailable(
+            "The e2b interpreter needs an API key: set the variable E2B_API_KEY to one from your E2B dashboard."
+        )
+    return AsyncSandbox
+
+
+def _start_text(limits: dict[str, Any]) -> str:
+    """The text that starts our server in a sandbox: its standard-library part of this package."""
+    folder = Path(__file__).parent
+    limits = {name: value for name, value in limits.items() if name != "timeout_seconds"}
+    names = ("base", "tiers", "server", "self_test")
+    paths = [*(folder / f"{name}.py" for name in names), *(folder / "sandbox").glob("*.py")]
+    files = {f"torl_trl/interpreters/{path.relative_to(folder)}": path.read_text(encoding="utf-8") for path in paths}
+    files |= {"torl_trl/__init__.py": "", "torl_trl/interpreters/__init__.py": ""}
+    kernel = (folder / "sandbox" / "kernel.py").read_text(encoding="utf-8")
+    return f"{kernel}\n\nstart({files!a}, {limits!a})\n"

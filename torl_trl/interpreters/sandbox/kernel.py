@@ -1,0 +1,48 @@
+"""What the kernel of a remote sandbox runs: our fork server there, as on the trainer's machine, and a call to it.
+
+The kernel is sent this text once, and then calls of `ask`.
+"""
+
+import dataclasses
+import os
+import sys
+import tempfile
+
+server = globals().get("server")  # in debug mode a new sandbox is the old one
+print_fields = None
+
+
+def start(files, limits):
+    """Unpack our package (`files`: texts by their paths) and start its fork server; raises whatever prevents it."""
+    global server, print_fields
+    if server is not None:
+        server.close()
+    for name in [name for name in sys.modules if name.split(".")[0] == "torl_trl"]:
+        del sys.modules[name]
+    with tempfile.TemporaryDirectory(prefix="torl-") as folder:
+        for path, text in files.items():
+            os.makedirs(os.path.dirname(os.path.join(folder, path)), exist_ok=True)
+            with open(os.path.join(folder, path), "w", encoding="utf-8") as file:
+                file.write(text)
+        sys.path.insert(0, folder)
+        try:
+            from torl_trl.interpreters.sandbox.supervise import print_fields
+            from torl_trl.interpreters.self_test import check_isolation, check_packages
+            from torl_trl.interpreters.server import ServerProcess
+            from torl_trl.interpreters.tiers import Tier
+        finally:
+            sys.path.remove(folder)
+        server = ServerProcess(Tier.NONE, 1, **limits)
+    try:
+        check_packages(server, server.missing)  # also that nothing needs the files any more
+        check_isolation(server)
+    except BaseException:
+        server.close()
+        raise
+
+
+def ask(mark, code, timeout):
+    """Run a program and print its result."""
+    fields = dataclasses.asdict(server.call(0, code, timeout))
+    del fields["queue_seconds"]
+    print_fields(mark, fields)
