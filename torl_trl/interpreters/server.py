@@ -64,7 +64,7 @@ class ServerProcess:
             "folder": self._folder,
             "readable": [*SYSTEM_PATHS, *python_folders(), *package_folders(), str(SANDBOX)],
             "writable": ["/dev/null"],
-            "first_uid": FIRST_UID,
+            "first_uid": FIRST_UID + 1000 * int(os.environ.get("LOCAL_RANK", "0")),  # limits count by user
             "max_chars": max_output_chars,
             "max_file_mb": max_file_mb,
             "rlimits": dict(rlimits),
