@@ -227,9 +227,10 @@ def test_tool_time_overlaps_up_to_the_concurrency(mode):
 def test_real_programs_that_sleep_overlap_up_to_the_slots():
     seconds, slots, count = 1.0, 3, 6
     text = CALL.replace("print(6 * 7)", f"import time\ntime.sleep({seconds})")
-    start = time.perf_counter()
-    rollouts, _ = run([text + ANSWER] * count, interpreter=get_interpreter("embedded", slots=slots))
-    assert time.perf_counter() - start <= 1.3 * seconds * (count / slots)
+    with get_interpreter("embedded", slots=slots) as interpreter:
+        start = time.perf_counter()
+        rollouts, _ = run([text + ANSWER] * count, interpreter=interpreter)
+        assert time.perf_counter() - start <= 1.3 * seconds * (count / slots)
     assert [rollout.calls[0].observation for rollout in rollouts] == [prompts.NO_OUTPUT] * count
 
 
