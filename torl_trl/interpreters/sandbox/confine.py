@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 
+import program
 import seccomp
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -17,7 +18,7 @@ NEW_NAMESPACE = {"mount": 0x00020000, "ipc": 0x08000000, "user": 0x10000000, "pi
 MS_RDONLY, MS_NOSUID, MS_NODEV, MNT_DETACH = 1, 2, 4, 2
 CAPSET = {"x86_64": 126, "aarch64": 91}
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every processor
-READ_FILE, READ_DIR, EXECUTE, WRITE_FILE, TRUNCATE, IOCTL = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14, 1 << 15
+READ_FILE, READ_DIR, EXECUTE, WRITE_FILE, TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
 FILE_RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # each knows one right more
 SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
@@ -108,12 +109,7 @@ class Confinement:
 
     def apply(self):
         for limit, value in self.rlimits:
-            # SIGXCPU comes at the soft limit of CPU time; at the hard one, a process is killed as by anyone.
-            soft_and_hard = (value, value + 1 if limit == resource.RLIMIT_CPU else value)
-            most = resource.getrlimit(limit)[1]
-            if most != resource.RLIM_INFINITY:
-                soft_and_hard = tuple(min(bound, most) for bound in soft_and_hard)
-            resource.setrlimit(limit, soft_and_hard)
+            program.set_limit(limit, value)
         if self.uid is not None:
             os.setgroups([])
             os.setresgid(self.uid, self.uid, self.uid)

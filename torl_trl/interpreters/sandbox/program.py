@@ -83,11 +83,15 @@ def depth() -> int:
 
 
 def set_limit(limit: int, value: int) -> None:
-    """Set the soft and hard limit, never above the hard limit that we were given."""
-    hard = resource.getrlimit(limit)[1]
-    if hard != resource.RLIM_INFINITY:
-        value = min(value, hard)
-    resource.setrlimit(limit, (value, value))
+    """Set the soft and hard limit, never above the hard limit that we were given.
+
+    SIGXCPU comes at the soft limit of CPU time; at the hard one, a process is killed as by anyone.
+    """
+    bounds = (value, value + 1 if limit == resource.RLIMIT_CPU else value)
+    most = resource.getrlimit(limit)[1]
+    resource.setrlimit(
+        limit, bounds if most == resource.RLIM_INFINITY else tuple(min(bound, most) for bound in bounds)
+    )
 
 
 def main() -> None:
