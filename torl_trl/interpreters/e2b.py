@@ -75,7 +75,7 @@ class E2BInterpreter(RemoteInterpreter):
         creations_per_second: float | None = None,
         lifetime_seconds: int = 1800,
         template: str | None = None,
-        retries: int = 4,
+        retries: int = 8,  # an attempt may need a new sandbox, which is three requests that can fail
         backoff_seconds: float = 0.5,
     ) -> None:
         sandboxes = max(1, PLAN_SANDBOXES // ranks()) if sandboxes is None else sandboxes

@@ -74,7 +74,7 @@ class SandboxFusionInterpreter(RemoteInterpreter):
         max_output_chars: int = 65_536,
         max_file_mb: int = 64,
         request_timeout_seconds: float | None = None,
-        retries: int = 5,
+        retries: int = 8,
         backoff_seconds: float = 0.5,
     ) -> None:
         urls = _base_urls(url)
