@@ -9,11 +9,12 @@ and counted and never shown to the model as its own mistake.
     └── InterpreterClosed            `submit` after `close`, or a call that `close` cut short
 """
 
+import math
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -44,6 +45,22 @@ class ExecutionStatus(StrEnum):
     """The program was ended by a signal that is none of the limits above."""
 
 
+USER_PROCESSES = 4096
+"""A process limit for where the kernel counts all processes of the user, so that it binds only runaways."""
+
+
+def kernel_limits(timeout_seconds: float, memory_mb: int, max_file_mb: int, processes: int) -> dict[str, int]:
+    """The kernel's limits on a program, by the names of the module `resource`."""
+    return {
+        "RLIMIT_AS": memory_mb << 20,
+        "RLIMIT_CPU": math.ceil(timeout_seconds) + 1,  # of all threads together
+        "RLIMIT_FSIZE": max_file_mb << 20,
+        "RLIMIT_NPROC": processes,
+        "RLIMIT_NOFILE": 256,
+        "RLIMIT_CORE": 0,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
     """One finished run of the model's code.
@@ -59,6 +76,11 @@ class ExecutionResult:
     seconds: float
     queue_seconds: float = 0.0
     truncated: bool = False
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """From what sandbox/supervise.py gives; raises `ValueError` for another status."""
+        return cls(**fields | {"status": ExecutionStatus(fields["status"])})
 
 
 class InterpreterError(RuntimeError):

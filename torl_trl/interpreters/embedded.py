@@ -17,7 +17,6 @@ that mean no harm.
 """
 
 import logging
-import math
 import os
 import sys
 import threading
@@ -28,16 +27,19 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Protocol, Self
 
-from torl_trl.interpreters.base import ExecutionResult, InterpreterClosed, InterpreterUnavailable
+from torl_trl.interpreters.base import (
+    USER_PROCESSES,
+    ExecutionResult,
+    InterpreterClosed,
+    InterpreterUnavailable,
+    kernel_limits,
+)
 from torl_trl.interpreters.plain import PlainBackend
 from torl_trl.interpreters.self_test import check_isolation, check_packages
 from torl_trl.interpreters.server import ServerDied, ServerProcess
 from torl_trl.interpreters.tiers import Tier, candidates
 
 logger = logging.getLogger(__name__)
-
-_USER_PROCESSES = 4096
-"""Where the process limit counts all processes of the user, as the kernel does, and so binds only runaways."""
 
 
 class Backend(Protocol):
@@ -185,15 +187,10 @@ class EmbeddedInterpreter:
 
     def _start(self, tier: Tier) -> Backend:
         limits = self._limits
-        rlimits = {
-            "RLIMIT_CPU": math.ceil(self.timeout_seconds) + 1,  # binds programs with several threads
-            "RLIMIT_FSIZE": limits["max_file_mb"] * 2**20,
-            "RLIMIT_NPROC": limits["max_processes"] if tier.has_namespaces else _USER_PROCESSES,
-            "RLIMIT_NOFILE": 256,
-            "RLIMIT_CORE": 0,
-        }
-        if sys.platform == "linux":  # macOS refuses it
-            rlimits["RLIMIT_AS"] = limits["memory_mb"] * 2**20
+        processes = limits["max_processes"] if tier.has_namespaces else USER_PROCESSES
+        rlimits = kernel_limits(self.timeout_seconds, limits["memory_mb"], limits["max_file_mb"], processes)
+        if sys.platform != "linux":  # macOS refuses it
+            del rlimits["RLIMIT_AS"]
         if tier == Tier.PLAIN:
             return PlainBackend(limits["max_output_chars"], rlimits)
         backend = ForkServerBackend(

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from torl_trl.interpreters.base import (
     ENVIRONMENT,
     ExecutionResult,
-    ExecutionStatus,
     InterpreterClosed,
     InterpreterUnavailable,
 )
@@ -65,7 +64,7 @@ class PlainBackend:
             raise InterpreterClosed("The embedded interpreter was closed while this program ran.")
         if fields["status"] is None:
             raise InterpreterUnavailable(f"Python did not reach the program: {fields['stderr'].strip()[-300:]!r}.")
-        return ExecutionResult(**fields | {"status": ExecutionStatus(fields["status"])})
+        return ExecutionResult.of(fields)
 
     def close(self) -> None:
         """Kill what runs: its `call` raises."""

@@ -31,7 +31,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torl_trl.interpreters.base import ENVIRONMENT, ExecutionResult, InterpreterClosed, InterpreterError
+from torl_trl.interpreters.base import (
+    ENVIRONMENT,
+    USER_PROCESSES,
+    ExecutionResult,
+    InterpreterClosed,
+    InterpreterError,
+    kernel_limits,
+)
 from torl_trl.interpreters.base import ExecutionStatus as Status
 
 logger = logging.getLogger(__name__)
@@ -102,7 +109,7 @@ def unwrap(stdout: str, mark: str) -> ExecutionResult | None:
         fields = json.loads(data)
         if {name: type(value) for name, value in fields.items()} != _FIELDS or not 0 <= fields["seconds"] < math.inf:
             return None
-        return ExecutionResult(**fields | {"status": Status(fields["status"])})
+        return ExecutionResult.of(fields)
     except (ValueError, AttributeError, RecursionError, zlib.error):
         return None
 
@@ -135,9 +142,7 @@ class RemoteInterpreter(AbstractContextManager):
         if retries < 0:
             raise ValueError(f"retries of the {service} interpreter is {retries!r}: give 0 or more.")
         self.slots, self.timeout_seconds = slots, timeout_seconds
-        rlimits = {"RLIMIT_AS": memory_mb << 20, "RLIMIT_FSIZE": max_file_mb << 20, "RLIMIT_NOFILE": 256}
-        rlimits |= {"RLIMIT_CPU": math.ceil(timeout_seconds) + 1, "RLIMIT_CORE": 0}  # CPU: of all threads together
-        rlimits["RLIMIT_NPROC"] = 4096  # all of the user's processes count, so this binds only runaways
+        rlimits = kernel_limits(timeout_seconds, memory_mb, max_file_mb, USER_PROCESSES)
         self._limits = {"timeout_seconds": timeout_seconds, "max_output_chars": max_output_chars, "rlimits": rlimits}
         self._service, self._retries, self._backoff = service, retries, backoff_seconds
         self._waiting: deque[tuple[str, Future[ExecutionResult], float]] = deque()  # code, future, time of submit

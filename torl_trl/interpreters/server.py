@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 
-from torl_trl.interpreters.base import ENVIRONMENT, ExecutionResult, ExecutionStatus, InterpreterUnavailable
+from torl_trl.interpreters.base import ENVIRONMENT, ExecutionResult, InterpreterUnavailable
 from torl_trl.interpreters.tiers import (
     FIRST_UID,
     SANDBOX,
@@ -116,7 +116,7 @@ class ServerProcess:
             fields = json.loads(self._receive(connection, size))
         except OSError as error:  # also a time-out
             raise ServerDied(str(error)) from error
-        return ExecutionResult(**fields | {"status": ExecutionStatus(fields["status"])})
+        return ExecutionResult.of(fields)
 
     @staticmethod
     def _receive(connection: socket.socket, size: int) -> bytes:

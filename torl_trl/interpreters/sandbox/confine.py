@@ -96,16 +96,17 @@ def landlock_rules(readable, writable):
 
 
 class Confinement:
-    """What a program's process is put under. `apply` is called in that process."""
+    """What a program's process is put under. `apply` is called in that process.
 
-    def __init__(self, rlimits, uid=None, drop=False, filter_calls=False, own_pid_only=False, rules=None):
+    Without `uid` the user stays, without capabilities. `rules` are Landlock's; with them the filter of calls is that
+    for where there is no namespace.
+    """
+
+    def __init__(self, rlimits, uid=None, rules=None):
         self.rlimits = [(getattr(resource, name), value) for name, value in rlimits.items()]
         self.uid = uid
-        self.drop = drop
-        self.filter_calls = filter_calls
-        self.own_pid_only = own_pid_only
         self.rules = rules
-        self.filter = seccomp.build() if filter_calls and not own_pid_only else None
+        self.filter = seccomp.build(None if rules is None else seccomp.SOME_PID)
 
     def apply(self):
         for limit, value in self.rlimits:
@@ -114,13 +115,11 @@ class Confinement:
             os.setgroups([])
             os.setresgid(self.uid, self.uid, self.uid)
             os.setresuid(self.uid, self.uid, self.uid)
-        elif self.drop:
+        else:
             drop_capabilities()
         prctl(PR_SET_DUMPABLE, 0)  # a crash is not the business of the host's collector of crashes
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # not earlier: a change of the user undoes it
-        if self.filter_calls:
-            prctl(PR_SET_NO_NEW_PRIVS, 1)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
         if self.rules is not None:
             check(libc.syscall(LANDLOCK_RESTRICT, self.rules, 0), "landlock")
-        if self.filter_calls:
-            seccomp.install(libc, self.filter or seccomp.build(os.getpid()))
+        seccomp.install(libc, seccomp.for_process(self.filter, os.getpid()))

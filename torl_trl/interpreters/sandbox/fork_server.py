@@ -109,11 +109,10 @@ class Slot:
     def __init__(self, number, connection, settings):
         self.connection = connection
         self.max_chars = settings["max_chars"]
-        self.tier = settings["tier"]
         self.file_mb = settings["max_file_mb"]
-        self.has_namespaces = self.tier in ("root", "user")
+        self.has_namespaces = settings["tier"] in ("root", "user")
         uid = None
-        if os.getuid() == 0 and (self.tier == "root" or is_open_to_all(settings["packages"])):
+        if os.getuid() == 0 and (settings["tier"] == "root" or is_open_to_all(settings["packages"])):
             uid = settings["first_uid"] + number
         rules = None
         self.usage = None  # in tier `none` a program has one process
@@ -130,14 +129,7 @@ class Slot:
             if uid is not None:
                 os.chown(self.folder, uid, uid)
             rules = confine.landlock_rules(settings["readable"], [self.folder, *settings["writable"]])
-        self.confinement = confine.Confinement(
-            settings["rlimits"],
-            uid=uid,
-            drop=True,
-            filter_calls=True,
-            own_pid_only=not self.has_namespaces,
-            rules=rules,
-        )
+        self.confinement = confine.Confinement(settings["rlimits"], uid=uid, rules=rules)
         self.child = None
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -89,6 +89,7 @@ CLONE_THREAD = 0x10000
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 X32_BIT = 0x40000000
+SOME_PID = 0x7FFFFFFF  # the kernel gives no process this number
 
 
 class Unsupported(Exception):
@@ -155,6 +156,11 @@ def build(own_pid=None):
     add(CLONE, instruction(LOAD, ARGUMENTS[0]), *forbidden, deny, allow)
     program.append(allow)
     return b"".join(program)
+
+
+def for_process(program, pid):
+    """A filter that was built for `SOME_PID`, made once since it takes a while, for the process `pid`."""
+    return program.replace(instruction(EQUAL, SOME_PID, 1, 0), instruction(EQUAL, pid, 1, 0))
 
 
 def machine():
