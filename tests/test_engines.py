@@ -4,9 +4,9 @@ import pytest
 import torch
 from toys import byte_level_tokenizer, metaspace_tokenizer, tiny_model
 
-from torl_trl.engines.base import FinishReason, TurnRequest
+from torl_trl.engines.base import FinishReason, Sampling, TurnRequest
 from torl_trl.engines.stopping import StopMatcher
-from torl_trl.engines.transformers import Sampling, TransformersEngine
+from torl_trl.engines.transformers import TransformersEngine
 
 
 def requests(count: int = 12) -> list[TurnRequest]:

@@ -13,7 +13,8 @@ from torl_trl.engines.base import FinishedTurn, FinishReason
 from torl_trl.interpreters import get_interpreter
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.invariants import RolloutInvariantError
-from torl_trl.rollout import PhaseTimes, RolloutConfig, StopReason, run_rollouts
+from torl_trl.progress import RolloutStats
+from torl_trl.rollout import RolloutConfig, StopReason, run_rollouts
 
 CALL = "Compute.\n```python\nprint(6 * 7)\n```\n```output"
 FENCED = "Compute.\n```python\nprint(6 * 7)\n```"
@@ -197,7 +198,7 @@ def test_on_a_continuous_engine_a_slow_tool_delays_only_its_own_rollout():
     engine = ScriptedEngine(scripts, tokenizer, eos_token_id=0, vocab_size=len(tokenizer), seconds_per_step=0.002)
     ended, start = {}, time.perf_counter()
     with FakeInterpreter(lambda code: ok("42"), seconds=1.0) as interpreter:
-        times = PhaseTimes()
+        stats = RolloutStats()
         run_rollouts(
             [[5]] * 21,
             engine,
@@ -205,10 +206,10 @@ def test_on_a_continuous_engine_a_slow_tool_delays_only_its_own_rollout():
             tokenizer,
             RolloutConfig(),
             on_finished=lambda rollout: ended.update({rollout.index: time.perf_counter() - start}),
-            times=times,
+            stats=stats,
         )
     assert max(ended[i] for i in range(1, 21)) < 0.6 < 1.0 <= ended[0]
-    assert times.waiting == pytest.approx(1.0, abs=0.5)
+    assert stats.waiting_seconds == pytest.approx(1.0, abs=0.5)
 
 
 @pytest.mark.parametrize("mode", ["continuous", "rounds"])

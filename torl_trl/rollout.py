@@ -21,6 +21,7 @@ from torl_trl import prompts
 from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, Tokenizer, TurnRequest
 from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
 from torl_trl.invariants import check_rollout, check_turn
+from torl_trl.progress import RolloutStats
 
 if TYPE_CHECKING:
     from torl_trl.grading import Verdict
@@ -120,16 +121,6 @@ class Rollout:
         return self.stop_reason in (StopReason.LENGTH, StopReason.OBSERVATION_OVERFLOW)
 
 
-@dataclass(slots=True)
-class PhaseTimes:
-    """Where the wall time of `run_rollouts` went, in seconds; adds up over calls."""
-
-    generating: float = 0.0
-    """Inside the engine."""
-    waiting: float = 0.0
-    """The engine idle because every live rollout waited for its code."""
-
-
 def run_rollouts(
     prompt_ids: Sequence[list[int]],
     engine: Engine,
@@ -139,19 +130,21 @@ def run_rollouts(
     *,
     seed: int | None = None,
     on_finished: Callable[[Rollout], None] | None = None,
-    times: PhaseTimes | None = None,
+    on_progress: Callable[[RolloutStats], None] | None = None,
+    stats: RolloutStats | None = None,
 ) -> list[Rollout]:
     """Sample every prompt to its end and return the rollouts in the order of `prompt_ids`.
 
     With a continuous engine a rollout whose code runs leaves the engine and the others go on. With a rounds engine
     the next round starts when all calls of this one are back, in rollout order, so that it is repeatable.
-    `on_finished` is called as each rollout ends. `interpreter` may be None with `max_tool_calls=0`.
+    `on_finished` is called as each rollout ends, while others still generate; `on_progress` after each engine step.
+    `interpreter` may be None with `max_tool_calls=0`.
 
     Raises whatever the engine raises, and `RolloutInvariantError` (a bug); then nothing is left in the engine.
     """
     if config.max_tool_calls > 0 and interpreter is None:
         raise ValueError(f"max_tool_calls is {config.max_tool_calls} and there is no interpreter: pass one, or 0.")
-    loop = _Loop(engine, interpreter, tokenizer, config, seed, on_finished, times or PhaseTimes())
+    loop = _Loop(engine, interpreter, tokenizer, config, seed, on_finished, on_progress, stats or RolloutStats())
     try:
         return loop.run(prompt_ids)
     except BaseException:
@@ -169,43 +162,54 @@ class _Loop:
     config: RolloutConfig
     seed: int | None
     on_finished: Callable[[Rollout], None] | None
-    times: PhaseTimes
-    generating: int = 0  # requests in the engine
-    executing: int = 0  # calls in the interpreter
+    on_progress: Callable[[RolloutStats], None] | None
+    stats: RolloutStats
     returned: queue.SimpleQueue[tuple[Rollout, Future[ExecutionResult]]] = field(default_factory=queue.SimpleQueue)
     turn_start: dict[int, int] = field(default_factory=dict)
     """Where a rollout's current turn starts in its `completion_ids`, by index."""
+    computed: dict[int, int] = field(default_factory=dict)
+    """How many tokens of a rollout the engine has computed so far, by index."""
+    submitted: dict[int, float] = field(default_factory=dict)
+    """When a rollout's current call was submitted, by index."""
+    started: float = field(default_factory=time.perf_counter)
 
     def run(self, prompt_ids: Sequence[list[int]]) -> list[Rollout]:
         rollouts = [Rollout(index, list(ids)) for index, ids in enumerate(prompt_ids)]
+        stats = self.stats
+        stats.rollouts += len(rollouts)
         for rollout in rollouts:
             self.start_turn(rollout)
-        while self.generating or self.executing:
-            if self.generating:
+        while stats.generating or stats.executing:
+            if stats.generating:
                 started = time.perf_counter()
                 finished = self.engine.step()
-                self.times.generating += time.perf_counter() - started
+                stats.generating_seconds += time.perf_counter() - started
                 if self.engine.mode == "rounds":
                     finished = sorted(finished, key=lambda turn: turn.rollout_id)
                 for turn in finished:
-                    self.generating -= 1
+                    stats.generating -= 1
                     self.take_turn(rollouts[turn.rollout_id], turn)
             for rollout, future in self.collect_returned():
                 self.take_result(rollout, future)
+            if self.on_progress is not None:
+                self.on_progress(stats)
+        stats.seconds += time.perf_counter() - self.started
         return rollouts
 
     def collect_returned(self) -> list[tuple[Rollout, Future[ExecutionResult]]]:
         """Return the calls that are back; block only when the engine has nothing to do (or waits for its round)."""
         collected = []
         wait_for = 0
-        if self.executing:
-            wait_for = self.executing if self.engine.mode == "rounds" else int(self.generating == 0)
+        if self.stats.executing:
+            wait_for = self.stats.executing if self.engine.mode == "rounds" else int(self.stats.generating == 0)
         started = time.perf_counter()
-        while len(collected) < wait_for or (self.executing and not self.returned.empty()):
-            collected.append(self.returned.get())
-            self.executing -= 1
+        while len(collected) < wait_for or (self.stats.executing and not self.returned.empty()):
+            rollout, future = self.returned.get()
+            self.stats.executing -= 1
+            self.stats.tool_seconds += time.perf_counter() - self.submitted[rollout.index]
+            collected.append((rollout, future))
         if wait_for:
-            self.times.waiting += time.perf_counter() - started
+            self.stats.waiting_seconds += time.perf_counter() - started
         if self.engine.mode == "rounds":
             collected.sort(key=lambda item: item[0].index)
         return collected
@@ -229,13 +233,18 @@ class _Loop:
                 seed=seed,
             )
         )
-        self.generating += 1
+        self.stats.generating += 1
 
     def take_turn(self, rollout: Rollout, turn: FinishedTurn) -> None:
         check_turn(turn, self.config.max_completion_length - len(rollout.completion_ids))
         rollout.completion_ids += turn.token_ids
         rollout.logprobs += turn.logprobs
         rollout.env_mask += [1] * len(turn.token_ids)
+        self.stats.sampled_tokens += len(turn.token_ids)
+        self.stats.recomputed_tokens += max(0, self.computed.get(rollout.index, 0) - turn.cached_tokens)
+        self.computed[rollout.index] = (
+            len(rollout.prompt_ids) + len(rollout.completion_ids) - 1
+        )  # not the last sampled
         if turn.finish_reason == FinishReason.EOS:
             self.finish(rollout, StopReason.EOS)
             return
@@ -260,7 +269,8 @@ class _Loop:
             self.submit(rollout, call.code)
 
     def submit(self, rollout: Rollout, code: str) -> None:
-        self.executing += 1
+        self.stats.executing += 1
+        self.submitted[rollout.index] = time.perf_counter()
         try:
             future = self.interpreter.submit(code)
         except InterpreterError as error:
@@ -316,6 +326,8 @@ class _Loop:
             turn_ids = turn_ids[:-1]
         self.close_segment(rollout, self.decode(turn_ids), called=False)
         check_rollout(rollout, self.config)
+        self.stats.done += 1
+        self.stats.rollout_seconds += time.perf_counter() - self.started
         if self.on_finished is not None:
             self.on_finished(rollout)
 

@@ -19,15 +19,17 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from torl_trl.config import ToRLConfig
-from torl_trl.engines.transformers import Sampling, TransformersEngine
+from torl_trl.engines.base import Sampling
+from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.errors import UserError
 from torl_trl.generation_copy import GenerationCopy
 from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import Ratio, metric_values, rollout_metrics
 from torl_trl.padding import score_completions_only, without_padding
+from torl_trl.progress import RolloutStats
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rewards import AccuracyReward
-from torl_trl.rollout import PhaseTimes, Rollout, run_rollouts
+from torl_trl.rollout import Rollout, run_rollouts
 from torl_trl.sampler import EpochSampler
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change in TRL; our TRL is pinned
@@ -67,7 +69,7 @@ class ToRLTrainer(GRPOTrainer):
         self._inputs: list[dict[str, Any]] = []
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
         self._ratios: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
-        self._times = PhaseTimes()
+        self._stats = RolloutStats()
         self._grading_seconds = 0.0
         self._scoring_seconds = 0.0
         self._training_seconds = Ratio()
@@ -101,7 +103,7 @@ class ToRLTrainer(GRPOTrainer):
 
     def rollout(self, prompts: list[str]) -> dict[str, list]:
         """Sample this rank's prompts, already repeated `num_generations` times; TRL's `rollout_func` contract."""
-        inputs, times, sampling = self._inputs, PhaseTimes(), self._sampling(self._mode)
+        inputs, stats, sampling = self._inputs, RolloutStats(), self._sampling(self._mode)
         prompt_ids = self.processing_class(text=prompts)["input_ids"]
 
         def start_grading(rollout: Rollout) -> None:
@@ -119,9 +121,9 @@ class ToRLTrainer(GRPOTrainer):
                 self.args.rollout_config(),
                 seed=self.args.seed + self.state.global_step,
                 on_finished=start_grading,
-                times=times,
+                stats=stats,
             )
-        self._times = times
+        self._stats = stats
         return {
             "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
@@ -226,8 +228,8 @@ class ToRLTrainer(GRPOTrainer):
             rollout_metrics(rollouts)
             | {
                 "reward": Ratio(totals.nansum().item(), int((~unscorable).sum())),
-                "time/generating": Ratio(self._times.generating, 1),
-                "time/waiting": Ratio(self._times.waiting, 1),
+                "time/generating": Ratio(self._stats.generating_seconds, 1),
+                "time/waiting": Ratio(self._stats.waiting_seconds, 1),
                 "time/executing": Ratio(executing, 1),
                 "time/grading": Ratio(self._grading_seconds, 1),
                 "tools/isolation": Ratio(tier.level, 1) if tier else Ratio(),

@@ -20,6 +20,21 @@ class FinishReason(StrEnum):
     """`max_tokens` tokens were sampled."""
 
 
+class EngineError(RuntimeError):
+    """The engine itself failed, not the model: the run cannot go on. One sentence with a remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn; `temperature` 0 is greedy. Names and meaning as in TRL's GRPOConfig."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
     """Continue `token_ids` (prompt and completion so far) by 1 to `max_tokens` sampled tokens.
@@ -39,13 +54,15 @@ class TurnRequest:
 class FinishedTurn:
     """What was sampled for a request: at least one token, the stop string and EOS included, never padding.
 
-    `logprobs[i]` belongs to `token_ids[i]`, under the distribution at the sampling temperature.
+    `logprobs[i]` belongs to `token_ids[i]`, under the distribution that it was drawn from. `cached_tokens` counts the
+    tokens at the start of the request that the engine had in its cache and did not compute again.
     """
 
     rollout_id: int
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
+    cached_tokens: int = 0
 
 
 class Tokenizer(Protocol):

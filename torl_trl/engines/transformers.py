@@ -5,7 +5,6 @@ carry the short ones along; what all rows have in common at their start (the pro
 have their own stop strings and their own budget, which `model.generate` does not offer per row.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,35 +19,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torl_trl.engines.base import FinishedTurn, FinishReason, TurnRequest
+from torl_trl.engines.base import FinishedTurn, FinishReason, Sampling, TurnRequest
 from torl_trl.engines.stopping import StopMatcher
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is drawn; `temperature` 0 is greedy. Names and meaning as in TRL's GRPOConfig."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-
-    def processors(self) -> LogitsProcessorList:
-        """Processors in the order of `model.generate`."""
-        processors = LogitsProcessorList()
-        if self.repetition_penalty != 1.0:
-            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
-        if self.temperature != 0.0:
-            if self.temperature != 1.0:
-                processors.append(TemperatureLogitsWarper(self.temperature))
-            if self.top_k:
-                processors.append(TopKLogitsWarper(self.top_k))
-            if self.top_p < 1.0:
-                processors.append(TopPLogitsWarper(self.top_p))
-            if self.min_p is not None:
-                processors.append(MinPLogitsWarper(self.min_p))
-        return processors
 
 
 class TransformersEngine:
@@ -114,7 +86,7 @@ class _Batch:
 
     def run(self) -> list[FinishedTurn]:
         model, device = self.engine.model, self.engine.model.device
-        processors = self.engine.sampling.processors()
+        processors = _logits_processors(self.engine.sampling)
         rows = list(range(len(self.requests)))
         logits, cache, ids, mask = self.prefill(model, device)
         while True:
@@ -188,6 +160,23 @@ class _Batch:
         else:
             tokens = torch.multinomial(logprobs.exp(), num_samples=1).squeeze(1)
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _logits_processors(sampling: Sampling) -> LogitsProcessorList:
+    """Processors in the order of `model.generate`."""
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature != 0.0:
+        if sampling.temperature != 1.0:
+            processors.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            processors.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p is not None:
+            processors.append(MinPLogitsWarper(sampling.min_p))
+    return processors
 
 
 def _has_sliding_window(model: PreTrainedModel) -> bool:
