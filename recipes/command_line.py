@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser
 
 from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
 
 LOCAL_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "prompt_template")
@@ -61,13 +62,13 @@ def parse_arguments(arguments: Sequence[str], recipes: Path) -> tuple[ToRLScript
 
 
 def run_main(main: Callable[[], None]) -> NoReturn:
-    """Run a script's `main`; a `UserError` becomes its sentence on stderr and exit code 2."""
+    """Run a script's `main`; a `UserError` or `EngineError` becomes its sentence on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     is_main = os.environ.get("RANK", "0") == "0"
     logging.getLogger("torl_trl").setLevel(logging.INFO if is_main else logging.WARNING)
     try:
         main()
-    except UserError as error:
+    except (UserError, EngineError) as error:
         sys.stderr.write(f"Error: {error}\n")
         sys.exit(2)
     sys.exit(0)

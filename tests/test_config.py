@@ -23,7 +23,14 @@ HONOURED = {
     "reward_weights", "multi_objective_aggregation", "scale_rewards", "loss_type", "mask_truncated_completions",
     "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "top_entropy_quantile", "entropy_coef",
     "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
-    "off_policy_mask_threshold", "use_bias_correction_kl",
+    "off_policy_mask_threshold", "use_bias_correction_kl", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_cap",
+    # by TRL, which makes the vLLM objects that ours drive
+    "use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_group_port",
+    # ours, and TRL's for the weights
+    "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout",
 }  # fmt: skip
 
 
@@ -35,9 +42,7 @@ def config(tmp_path, **options) -> ToRLConfig:
 def test_every_inherited_option_is_honoured_or_refused():
     inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
     inherited -= {field.name for field in dataclasses.fields(TrainingArguments)}
-    needs_vllm = {name for name in inherited if name.startswith("vllm_")} - set(REFUSED)
-    assert "use_vllm" in REFUSED  # without it the vllm_ options have no meaning
-    assert inherited - needs_vllm == HONOURED | set(REFUSED)
+    assert inherited == HONOURED | set(REFUSED)
     assert not HONOURED & set(REFUSED)
 
 
@@ -49,7 +54,6 @@ REFUSED_EXAMPLES = {
     "use_transformers_continuous_batching": True,
     "transformers_continuous_batching_config": {"a": 1},
     "use_transformers_paged": True,
-    "use_vllm": True,
     "vllm_structured_outputs_regex": ".*",
 }
 
@@ -78,6 +82,20 @@ def test_the_paper_s_values_are_the_defaults(tmp_path):
     assert args.vllm_importance_sampling_correction is False
 
 
+def test_truncated_sampling_beside_importance_sampling_correction_is_warned_of(tmp_path, caplog):
+    config(tmp_path, use_vllm=True, vllm_importance_sampling_correction=True)
+    config(tmp_path, use_vllm=True, top_p=0.9)
+    assert not caplog.records
+    config(tmp_path, use_vllm=True, vllm_importance_sampling_correction=True, top_p=0.9)
+    assert "top_p 0.9" in caplog.text and "biased" in caplog.text
+
+
+def test_servers_are_one_url_or_several_or_a_host_and_port(tmp_path):
+    assert config(tmp_path).server_urls() == ["http://0.0.0.0:8000"]
+    several = config(tmp_path, vllm_server_base_url="http://a:1/, http://b:2")
+    assert several.server_urls() == ["http://a:1", "http://b:2"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -86,6 +104,8 @@ def test_the_paper_s_values_are_the_defaults(tmp_path):
         ({"max_tool_calls": -1}, "max_tool_calls is -1: give a number of at least 0."),
         ({"generation_dtype": "int8"}, "generation_dtype is 'int8'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
+        ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2 with vllm_mode: colo"),
+        ({"use_vllm": True, "generation_dtype": "bfloat16"}, "generation_dtype is 'bfloat16', which vLLM ignores"),
         ({"save_rollouts_every": 0}, "save_rollouts_every is 0"),
         ({"max_observation_chars": 3}, "max_observation_chars is 3"),
         ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 3}, "save_steps is 3"),

@@ -1,6 +1,7 @@
 """ToRLTrainer on TRL: what reaches the loss, the rewards, the metrics and the files."""
 
 import json
+from contextlib import nullcontext
 
 import pyarrow.parquet as pq
 import pytest
@@ -49,7 +50,8 @@ class ScriptedTrainer(ToRLTrainer):
         tokenizer = byte_level_tokenizer()
         texts = [self.texts[i % len(self.texts)] for i in range(len(prompts))]
         scripts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        self._engine = ScriptedEngine(scripts, tokenizer, eos_token_id=0, vocab_size=len(tokenizer), mode="rounds")
+        engine = ScriptedEngine(scripts, tokenizer, eos_token_id=0, vocab_size=len(tokenizer), mode="rounds")
+        self._generation.engine = lambda sampling: nullcontext(engine)
         return super().rollout(prompts)
 
 
@@ -131,7 +133,7 @@ def test_a_half_precision_copy_generates_with_the_present_weights(tmp_path, grad
         tmp_path, grader, trainer_class=ToRLTrainer, generation_dtype="bfloat16", max_completion_length=8, max_steps=2
     )
     trainer.train()
-    copied = trainer._generation_copy.at(2)
+    copied = trainer._generation.copy.at(2)
     for copy, source in zip(copied.parameters(), trainer.model.parameters(), strict=True):
         assert copy.dtype == torch.bfloat16 and torch.equal(copy, source.to(torch.bfloat16))
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torl_trl import prompts
 from torl_trl.interpreters.base import ExecutionStatus
+from torl_trl.progress import RolloutStats
 from torl_trl.rollout import Rollout, StopReason, ToolCall
 
 CALL_STATUSES = (*(str(status) for status in ExecutionStatus), "malformed", "interpreter_failed")
@@ -72,6 +73,23 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Ratio]:
         for name, ratio in _measure(rollout).items():
             totals[name] += ratio
     return totals
+
+
+def stats_metrics(stats: RolloutStats) -> dict[str, Ratio]:
+    """Where the time of a rollout phase went, seconds per phase and rank, and how well the engine was used.
+
+    `rollout/engine_idle_share`: of the phase, the engine had nothing to do or waited for the loop.
+    `rollout/tool_wait_share`: of the life of a rollout, it waited for its calls.
+    `rollout/prefill_recomputed_tokens`: per rollout, known prefix that was computed again after a call.
+    """
+    return {
+        "time/generating": Ratio(stats.generating_seconds, 1),
+        "time/waiting": Ratio(stats.waiting_seconds, 1),
+        "rollout/tokens_per_second": Ratio(stats.sampled_tokens, stats.seconds),
+        "rollout/engine_idle_share": Ratio(stats.seconds - stats.generating_seconds, stats.seconds),
+        "rollout/tool_wait_share": Ratio(stats.tool_seconds, stats.rollout_seconds),
+        "rollout/prefill_recomputed_tokens": Ratio(stats.recomputed_tokens, stats.rollouts),
+    }
 
 
 def metric_values(metrics: Mapping[str, Ratio]) -> dict[str, float]:

@@ -4,11 +4,9 @@ The seam is TRL's `rollout_func` plus a thin wrapper that sees the dataset colum
 out. Everything about a rollout lies in `torl_trl.rollout`; everything about the loss lies in TRL.
 """
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +14,16 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOTrainer
-from trl.models import unwrap_model_for_generation
 
 from torl_trl.config import ToRLConfig
-from torl_trl.engines.base import Sampling
-from torl_trl.engines.transformers import TransformersEngine
+from torl_trl.engines.base import EngineError, Sampling
 from torl_trl.errors import UserError
-from torl_trl.generation_copy import GenerationCopy
+from torl_trl.generation import make_generation, vllm_for_trl
 from torl_trl.interpreters.base import Interpreter
-from torl_trl.metrics import Ratio, metric_values, rollout_metrics
+from torl_trl.metrics import Ratio, stats_metrics
 from torl_trl.padding import score_completions_only, without_padding
-from torl_trl.progress import RolloutStats
-from torl_trl.records import rollout_row, rollouts_path, write_rollouts
+from torl_trl.progress import ProgressBar, RolloutStats
+from torl_trl.recorder import Recorder
 from torl_trl.rewards import AccuracyReward
 from torl_trl.rollout import Rollout, run_rollouts
 from torl_trl.sampler import EpochSampler
@@ -68,62 +64,42 @@ class ToRLTrainer(GRPOTrainer):
         self._interpreter = interpreter
         self._inputs: list[dict[str, Any]] = []
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
-        self._ratios: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
         self._stats = RolloutStats()
         self._grading_seconds = 0.0
         self._scoring_seconds = 0.0
         self._training_seconds = Ratio()
-        self._rows: list[dict[str, Any]] = []  # of the step or evaluation in `_rows_of`, on the main process
-        self._rows_of: tuple[str, int] | None = None
-        self._completions = 0  # of the step or evaluation so far, on all ranks
-        super().__init__(
-            model=model,
-            reward_funcs=list(reward_funcs),
-            args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-            peft_config=peft_config,
-            rollout_func=_rollout_func,
-        )
+        with vllm_for_trl(args):
+            super().__init__(
+                model=model,
+                reward_funcs=list(reward_funcs),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=callbacks,
+                peft_config=peft_config,
+                rollout_func=_rollout_func,
+            )
         self._accuracy_rewards = [function for function in self.reward_funcs if isinstance(function, AccuracyReward)]
         self._check_setup()
         if self.accelerator.device.type == "cpu":
             score_completions_only()
-        self._generation_copy = self._make_generation_copy(args.generation_dtype) if args.generation_dtype else None
-        self._engine = TransformersEngine(
-            self.accelerator.unwrap_model(self.model),
-            self.processing_class,
-            self._sampling("train"),
-            eos_token_ids=list(self.eos_token_ids),
-        )
+        self._generation = make_generation(self)
+        self._recorder = Recorder(args, self.accelerator, self._generation.name)
 
     # --- rollouts -----------------------------------------------------------------------------------------------
 
     def rollout(self, prompts: list[str]) -> dict[str, list]:
-        """Sample this rank's prompts, already repeated `num_generations` times; TRL's `rollout_func` contract."""
-        inputs, stats, sampling = self._inputs, RolloutStats(), self._sampling(self._mode)
-        prompt_ids = self.processing_class(text=prompts)["input_ids"]
+        """Sample this rank's prompts, already repeated `num_generations` times; TRL's `rollout_func` contract.
 
-        def start_grading(rollout: Rollout) -> None:
-            for function in self._accuracy_rewards:
-                function.start(rollout, inputs[rollout.index]["solution"])
-
-        with self._generating_model() as model:
-            self._engine.model = model
-            self._engine.sampling = sampling
-            rollouts = run_rollouts(
-                prompt_ids,
-                self._engine,
-                self._interpreter,
-                self.processing_class,
-                self.args.rollout_config(),
-                seed=self.args.seed + self.state.global_step,
-                on_finished=start_grading,
-                stats=stats,
-            )
-        self._stats = stats
+        A rank that fails here fails the others too: they would wait for it in their next collective call.
+        """
+        rollouts, failure = [], None
+        try:
+            rollouts = self._run_rollouts(prompts)
+        except Exception as error:
+            failure = error
+        self._fail_together(failure)
         return {
             "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
             "completion_ids": [rollout.completion_ids for rollout in rollouts],
@@ -131,6 +107,46 @@ class ToRLTrainer(GRPOTrainer):
             "env_mask": [_training_mask(rollout) for rollout in rollouts],
             "rollouts": rollouts,
         }
+
+    def _run_rollouts(self, prompts: list[str]) -> list[Rollout]:
+        inputs, self._stats = self._inputs, RolloutStats()
+        mode, step = self._mode, self._rollouts_step
+        place = self._recorder.first_place(mode, step, len(prompts))
+
+        def start_grading(rollout: Rollout) -> None:
+            for function in self._accuracy_rewards:
+                function.start(rollout, inputs[rollout.index]["solution"])
+
+        bar = ProgressBar(
+            len(prompts), description=f"{mode} step {step}", disable=not self.accelerator.is_main_process
+        )
+        with self._generation.engine(self._sampling(mode)) as engine, bar:
+            return run_rollouts(
+                self.processing_class(text=prompts)["input_ids"],
+                engine,
+                self._interpreter,
+                self.processing_class,
+                self.args.rollout_config(),
+                seed=hash((self.args.seed, mode == "train", step, place)),  # ints: the same in every process
+                on_finished=start_grading,
+                on_progress=bar.update,
+                stats=self._stats,
+            )
+
+    def _fail_together(self, failure: Exception | None) -> None:
+        """Raise this rank's failure, or another's, on every rank (a collective call)."""
+        if self.accelerator.num_processes > 1:
+            said = [(self.accelerator.process_index, str(failure))] if failure else []
+            for rank, words in gather_object(said):
+                if failure is None:
+                    raise EngineError(f"Rank {rank} failed in its rollouts: {words}")
+        if failure is not None:
+            raise failure
+
+    @property
+    def _rollouts_step(self) -> int:
+        """The step that rollouts made now train, or that an evaluation is of."""
+        return self.state.global_step + (self._mode == "train")
 
     @property
     def _mode(self) -> str:
@@ -144,36 +160,6 @@ class ToRLTrainer(GRPOTrainer):
             min_p=self.args.min_p,
             repetition_penalty=self.args.repetition_penalty,
         )
-
-    @contextlib.contextmanager
-    def _generating_model(self) -> Iterator[PreTrainedModel]:
-        """The model that generates: the trained one, whole on this rank, or its half-precision copy.
-
-        It is in eval mode meanwhile: dropout, LoRA's for one, would sample from another policy than the loss sees.
-        """
-        if self._generation_copy is not None:
-            yield self._generation_copy.at(self.state.global_step)
-            return
-        with unwrap_model_for_generation(
-            self.model_wrapped,
-            self.accelerator,
-            gather_deepspeed3_params=self.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
-        ) as model:
-            was_training = model.training
-            model.eval()
-            try:
-                yield model
-            finally:
-                model.train(was_training)
-
-    def _make_generation_copy(self, dtype: str) -> GenerationCopy:
-        source = self.accelerator.unwrap_model(self.model)
-        if not isinstance(source, PreTrainedModel) or self.is_deepspeed_enabled:
-            raise UserError(
-                f"generation_dtype is {dtype!r} with LoRA or DeepSpeed, which it does not support: remove it."
-            )
-        return GenerationCopy(source, dtype)
 
     # --- the wrapper around TRL's step ----------------------------------------------------------------------------
 
@@ -208,65 +194,27 @@ class ToRLTrainer(GRPOTrainer):
 
     def _record(self, inputs: list[dict[str, Any]], advantages: torch.Tensor) -> None:
         """Add up metrics over ranks and write the rollouts of this generation batch."""
-        mode = self._mode
-        step = self.state.global_step + (mode == "train")  # the step that these rollouts train
-        if self._rows_of != (mode, step):
-            self._rows, self._rows_of, self._completions = [], (mode, step), 0
-        first = self._completions + self.accelerator.process_index * len(inputs)  # places in the step, of all ranks
-        self._completions += self.accelerator.num_processes * len(inputs)
+        mode, step = self._mode, self._rollouts_step
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
-        if mode == "eval":  # accelerate fills the last batch up with repeats, so that ranks have equally many rows
-            inputs = inputs[: max(0, len(self.eval_dataset) * group_size - first)]
-        rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
-        offset = self.accelerator.process_index * len(advantages)
-        local = self._rewards[offset : offset + len(inputs)]  # (rows of this rank, reward functions); NaN is None
-        unscorable = local.isnan().all(dim=1)
-        totals = (local * self.reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan)
-        executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
         tier = getattr(self._interpreter, "tier", None)  # the embedded one has tiers
-        totals_of_ranks = self._add_ratios(
-            rollout_metrics(rollouts)
+        totals = self._recorder.record(
+            mode,
+            step,
+            float(self.state.epoch or 0.0),
+            inputs,
+            limit=len(self.eval_dataset) * group_size if mode == "eval" else None,
+            group_size=group_size,
+            advantages=advantages,
+            rewards=self._rewards,
+            reward_weights=self.reward_weights,
+            reward_names=self.reward_func_names,
+            extra=stats_metrics(self._stats)
             | {
-                "reward": Ratio(totals.nansum().item(), int((~unscorable).sum())),
-                "time/generating": Ratio(self._stats.generating_seconds, 1),
-                "time/waiting": Ratio(self._stats.waiting_seconds, 1),
-                "time/executing": Ratio(executing, 1),
                 "time/grading": Ratio(self._grading_seconds, 1),
                 "tools/isolation": Ratio(tier.level, 1) if tier else Ratio(),
-            }
+            },
         )
-        steps_per_batch = max(
-            1, self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
-        )
-        full = mode == "eval" or step == 1 or step % self.args.save_rollouts_every < steps_per_batch
-        rows = [
-            rollout_row(
-                rollout,
-                full=full,
-                step=step,
-                epoch=float(self.state.epoch or 0.0),
-                split=mode,
-                problem_id=row["problem_id"],
-                group_id=(first + position) // group_size,
-                generation_index=(first + position) % group_size,
-                rank=self.accelerator.process_index,
-                prompt=row["prompt"],
-                solution=row["solution"],
-                reward=totals[position].item(),
-                rewards=dict(zip(self.reward_func_names, local[position].tolist(), strict=True)),
-                advantage=advantages[position].item(),
-                engine="transformers",
-                seed=self.args.seed,
-            )
-            for position, (row, rollout) in enumerate(zip(inputs, rollouts, strict=True))
-        ]
-        if self.accelerator.num_processes > 1:
-            rows = gather_object(rows)
-        if self.accelerator.is_main_process:
-            self._rows += rows
-            if mode == "train":  # an evaluation has many batches and is written once, in `log`
-                self._write_rows()
-        self._check_interpreter(totals_of_ranks["tools/interpreter_failure"], mode, step)
+        self._check_interpreter(totals["tools/interpreter_failure"], mode, step)
 
     def _check_interpreter(self, failures: Ratio, mode: str, step: int) -> None:
         """Stop a run whose interpreter fails: what is left to train on is not what was asked for. On all ranks."""
@@ -278,40 +226,16 @@ class ToRLTrainer(GRPOTrainer):
                 f"{limit} allows: mend it (the log says why it failed), then go on with resume_from_checkpoint: true."
             )
 
-    def _write_rows(self) -> None:
-        mode, step = self._rows_of
-        write_rollouts(rollouts_path(Path(self.args.output_dir), step, mode), self._rows)
-
-    # --- metrics --------------------------------------------------------------------------------------------------
-
-    def _add_ratios(self, ratios: dict[str, Ratio]) -> dict[str, Ratio]:
-        """Sum over ranks (a collective call) and add to the sums that `log` divides. Returns the sums over ranks."""
-        if self.accelerator.num_processes > 1:
-            pairs = [[ratio.numerator, ratio.denominator] for ratio in ratios.values()]
-            pairs = torch.tensor(pairs, dtype=torch.float64, device=self.accelerator.device)
-            pairs = self.accelerator.reduce(pairs, reduction="sum").tolist()
-            ratios = {name: Ratio(*pair) for name, pair in zip(ratios, pairs, strict=True)}
-        sums = self._ratios[self._mode]
-        for name, ratio in ratios.items():
-            sums[name] = sums[name] + ratio if name in sums else ratio
-        return ratios
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
         prefix = "eval_" if mode == "eval" else ""
-        sums = self._ratios[mode]
         if mode == "train" and self._training_seconds.denominator:
-            sums["time/training"] = self._training_seconds
+            self._recorder.add(mode, "time/training", self._training_seconds)
             self._training_seconds = Ratio()
-        values = metric_values(sums)
-        sums.clear()
+        values = self._recorder.take_values(mode)
         if "reward" in values:  # TRL's is a mean of batch means, in which a short last batch weighs too much
             self._metrics[mode]["reward"] = [values.pop("reward")]
         logs.update({prefix + name: value for name, value in values.items()})
-        if mode == "eval" and self._rows_of is not None:
-            if self.accelerator.is_main_process:
-                self._write_rows()
-            self._rows_of = None  # another evaluation at this step starts anew
         super().log(logs, start_time)
 
     # --- checks ---------------------------------------------------------------------------------------------------
@@ -328,11 +252,6 @@ class ToRLTrainer(GRPOTrainer):
             raise UserError(
                 f"There are {len(self.train_dataset)} problems and a step takes {needed}, so that no step would be "
                 "made: lower per_device_train_batch_size or gradient_accumulation_steps, or give more problems."
-            )
-        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and not self.args.ds3_gather_for_generation):
-            raise UserError(
-                "The transformers engine needs the whole model on each process while ranks generate different numbers "
-                "of turns: use DDP or ZeRO, with ds3_gather_for_generation: true."
             )
         half = {name for name, p in self.model.named_parameters() if p.requires_grad and p.element_size() < 4}
         if half and not self.is_deepspeed_enabled and self.args.learning_rate < HALF_PRECISION_MIN_LR:
