@@ -1,34 +1,14 @@
 """Whole runs of the launch script, as users start them."""
 
-import json
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from launching import ROOT, SCRIPT, launch, metrics
 
 from torl_trl.records import read_rollouts
-
-ROOT = Path(__file__).parent.parent
-SCRIPT = str(ROOT / "recipes" / "grpo_torl.py")
-SHORT = ["--max_steps", "2", "--eval_strategy", "no", "--eval_on_start", "false", "--save_rollouts_every", "1"]
-
-
-def launch(folder: Path, *words: str, processes: int = 1, env: dict[str, str] | None = None) -> str:
-    command = [sys.executable]
-    if processes > 1:  # accelerate's launcher starts one process where there is no GPU, torchrun starts all
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += [SCRIPT, "--config", "tiny.yaml", "--output_dir", str(folder), *SHORT, *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def metrics(folder: Path, split: str = "train") -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == split]
 
 
 @pytest.mark.slow
@@ -96,3 +76,24 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
 def test_lora_trains_with_a_half_precision_base(tmp_path):
     launch(tmp_path, "--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--dtype", "bfloat16")
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_its_rollouts_fails_all_at_once(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    environment |= {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'recipes'}"}
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "two_ranks.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert [re.sub(r"\d+ s:", "N s:", line) for line in lines] == [
+        "rank 0 raised EngineError in N s: Rank 1 failed in its rollouts: no space left on device",
+        "rank 1 raised OSError in N s: no space left on device",
+    ], done.stderr[-2000:]
+    assert all(int(re.search(r"(\d+) s:", line)[1]) < 60 for line in lines)
