@@ -1,6 +1,6 @@
 # `make` lists the targets. Set-up is scripts/setup.sh; a second call finds it done.
 VENV ?= .venv
-export VENV PYTHON TORCH_INDEX_URL
+export VENV PYTHON TORCH_INDEX_URL VLLM
 
 .PHONY: help demo test test-slow quality style
 
@@ -14,6 +14,7 @@ help:
 	@echo "  PYTHON           the Python to use (3.11 or newer); default: the newest suitable one on PATH"
 	@echo "  TORCH_INDEX_URL  where to take torch from (pip's --index-url); on Linux pip takes the large CUDA build,"
 	@echo "                   the installation page of PyTorch names the index of the small CPU build"
+	@echo "  VLLM=1           add vLLM for CPUs, so that its tests do not skip; needs the CPU build of torch"
 	@echo "To set up anew, delete .venv."
 
 demo:

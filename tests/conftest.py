@@ -21,6 +21,15 @@ def shared() -> Path:
     return folder
 
 
+def pytest_sessionstart() -> None:
+    """Fail where the tests of vLLM were asked for and would skip."""
+    if os.environ.get("VLLM") == "1":
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            pytest.exit(f"VLLM=1 and vllm cannot be imported: {error}", returncode=1)
+
+
 def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
     """Write the counts to the file that TORL_TEST_RESULT names, for the record of `make test-slow`."""
     path = os.environ.get("TORL_TEST_RESULT")

