@@ -28,7 +28,9 @@ def check_turn(turn: FinishedTurn, room: int) -> None:
 def check_rollout(rollout: "Rollout", config: "RolloutConfig") -> None:
     """The three lists are equally long and within budget, segments cover them, the mask is 0 on inserted ones only."""
     length = len(rollout.completion_ids)
-    mask = [int(not segment.inserted) for segment in rollout.segments for _ in range(segment.start, segment.end)]
+    mask: list[int] = []
+    for segment in rollout.segments:
+        mask += [int(not segment.inserted)] * (segment.end - segment.start)
     borders = [0, *(segment.end for segment in rollout.segments)]
     starts = [segment.start for segment in rollout.segments]
     broken = {
