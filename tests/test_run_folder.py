@@ -63,12 +63,10 @@ def test_training_arguments_become_plain_yaml(tmp_path):
 
 
 def test_parts_that_disagree_and_values_that_are_not_plain_are_errors(tmp_path):
-    with pytest.raises(ValueError, match=r"'seed' is 1 .* 2 in another"):
+    with pytest.raises(ValueError, match=r"'seed' is 1 and 2 in two parts"):
         write_config(tmp_path, {"seed": 1}, {"seed": 2})
     with pytest.raises(TypeError, match=r"'a\.b'"):
         write_config(tmp_path, {"a": {"b": object()}})
-    with pytest.raises(TypeError, match="no configuration"):
-        write_config(tmp_path, Options)
 
 
 def test_an_option_can_be_left_out(tmp_path):

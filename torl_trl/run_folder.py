@@ -41,17 +41,11 @@ def write_config(run_folder: Path, *parts: Any, leave_out: Collection[str] = ())
     """
     options: dict[str, Any] = {}
     for part in parts:
-        for name, value in _options(part).items():
-            if name in leave_out:
-                continue
-            if name in options and options[name] != value:
-                raise ValueError(
-                    f"Option {name!r} is {options[name]!r} in one part of the configuration and {value!r} in another: "
-                    "give it once."
-                )
-            options[name] = value
+        for name, value in _fields_of(part).items():
+            if options.setdefault(name, value) != value:
+                raise ValueError(f"Option {name!r} is {options[name]!r} and {value!r} in two parts: give it once.")
     secrets: list[str] = []
-    plain = _plain_mapping(options, "", secrets)
+    plain = _plain({name: value for name, value in options.items() if name not in leave_out}, "", secrets)
     header = "# The resolved configuration of this run.\n"
     if secrets:
         header = f"{header[:-1]} Left out as secret: {', '.join(sorted(secrets))}.\n"
@@ -98,23 +92,10 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(aside, path)
 
 
-def _options(part: Any) -> dict[str, Any]:
-    if is_dataclass(part) and not isinstance(part, type):
+def _fields_of(part: Any) -> dict[str, Any]:
+    if is_dataclass(part):
         return {field.name: getattr(part, field.name) for field in fields(part) if field.init}
-    if isinstance(part, Mapping):
-        return dict(part)
-    raise TypeError(f"{part!r} is no configuration: pass a dataclass instance or a mapping.")
-
-
-def _plain_mapping(options: Mapping[str, Any], parent: str, secrets: list[str]) -> dict[str, Any]:
-    plain = {}
-    for key, value in options.items():
-        place = f"{parent}{key}"
-        if isinstance(value, str) and value and _is_secret(str(key)):
-            secrets.append(place)
-        else:
-            plain[key] = _plain(value, place, secrets)
-    return plain
+    return dict(part)
 
 
 def _is_secret(key: str) -> bool:
@@ -122,6 +103,16 @@ def _is_secret(key: str) -> bool:
 
 
 def _plain(value: Any, place: str, secrets: list[str]) -> Any:
+    """What YAML can hold of `value`; the places of secrets that are left out go to `secrets`."""
+    if is_dataclass(value) or isinstance(value, Mapping):
+        plain = {}
+        for key, item in _fields_of(value).items():
+            inner = f"{place}.{key}".lstrip(".")
+            if isinstance(item, str) and item and _is_secret(str(key)):
+                secrets.append(inner)
+            else:
+                plain[key] = _plain(item, inner, secrets)
+        return plain
     if isinstance(value, Enum):
         return _plain(value.value, place, secrets)
     if isinstance(value, str):
@@ -130,12 +121,8 @@ def _plain(value: Any, place: str, secrets: list[str]) -> Any:
         return value
     if isinstance(value, os.PathLike) or type(value).__module__ == "torch":  # a torch.dtype, known without torch
         return str(value).removeprefix("torch.")
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain_mapping(_options(value), f"{place}.", secrets)
-    if isinstance(value, Mapping):
-        return _plain_mapping(value, f"{place}.", secrets)
     if isinstance(value, set | frozenset):
-        return sorted(_plain(item, place, secrets) for item in value)
+        value = sorted(value)
     if isinstance(value, list | tuple):
         return [_plain(item, place, secrets) for item in value]
     raise TypeError(f"Option {place!r} is {value!r}, which YAML cannot hold: use plain values.")
