@@ -203,5 +203,10 @@ def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
         vllm_generation.LLM = functools.partial(llm, dtype="float32", enforce_eager=True, enable_chunked_prefill=False)
     try:
         yield
+    except ConnectionError as error:
+        raise UserError(
+            f"No vLLM server answered at {args.vllm_server_base_url} within vllm_server_timeout: "
+            f"{args.vllm_server_timeout} s: start it (README, vLLM), or correct vllm_server_base_url."
+        ) from error
     finally:
         vllm_generation.LLM, args.vllm_server_base_url = llm, urls
