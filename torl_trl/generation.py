@@ -23,6 +23,7 @@ from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import Engine, Sampling
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.engines.vllm import VLLMEngine, keep_plain_weights
+from torl_trl.engines.vllm_server import VLLMServerEngine
 from torl_trl.errors import UserError
 
 if TYPE_CHECKING:
@@ -148,8 +149,6 @@ class ServedVLLM:
     name = "vllm_server"
 
     def __init__(self, trainer: "ToRLTrainer"):
-        from torl_trl.engines.vllm_server import VLLMServerEngine
-
         self._wait_for_everyone = trainer.accelerator.wait_for_everyone
         urls = trainer.args.server_urls()
         if len(urls) > 1:
