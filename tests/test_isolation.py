@@ -84,7 +84,7 @@ def test_strict_goes_down_to_the_named_tier(no_bubblewrap: None) -> None:
 
 def test_a_tier_whose_programs_reach_our_files_fails_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a kernel that accepts a protection and does not keep it."""
-    monkeypatch.setattr("torl_trl.interpreters.server.SYSTEM_PATHS", ("/",))
+    monkeypatch.setattr("torl_trl.interpreters.tiers.SYSTEM_PATHS", ("/",))
     with pytest.raises(InterpreterUnavailable, match=r"a program can .*'read a file of ours'"):
         EmbeddedInterpreter(slots=1, isolation="none")
 

@@ -3,17 +3,12 @@
 Two kinds of trouble are never mixed. The model's code failed: that is an `ExecutionResult` with a status other than
 `ok`, it becomes an observation. Our service failed: that is an `InterpreterError` raised by the future, it is retried
 and counted and never shown to the model as its own mistake.
-
-    InterpreterError                 our side failed; the call may be retried
-    ├── InterpreterUnavailable       the backend cannot be reached or started
-    └── InterpreterClosed            `submit` after `close`, or a call that `close` cut short
 """
 
 import math
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
 ENVIRONMENT = {
@@ -31,22 +26,15 @@ ENVIRONMENT = {
 class ExecutionStatus(StrEnum):
     """How a run of the model's code ended."""
 
-    OK = "ok"
-    """The program ended by itself with exit code 0."""
-    ERROR = "error"
-    """The program raised an exception or ended with another exit code."""
-    TIMEOUT = "timeout"
-    """The program ran longer than its wall or CPU time limit and was killed."""
-    MEMORY = "memory"
-    """The program asked for more memory than its limit."""
-    OUTPUT_LIMIT = "output_limit"
-    """The program printed more than its limit and was killed."""
-    KILLED = "killed"
-    """The program was ended by a signal that is none of the limits above."""
+    OK = "ok"  # by itself, with exit code 0
+    ERROR = "error"  # it raised an exception, or had another exit code
+    TIMEOUT = "timeout"  # killed, since it ran longer than its wall or CPU time limit
+    MEMORY = "memory"  # it asked for more memory than its limit
+    OUTPUT_LIMIT = "output_limit"  # killed, since it printed more than its limit
+    KILLED = "killed"  # by a signal that is none of the limits above
 
 
-USER_PROCESSES = 4096
-"""A process limit for where the kernel counts all processes of the user, so that it binds only runaways."""
+USER_PROCESSES = 4096  # the limit where the kernel counts all processes of the user, so that it binds only runaways
 
 
 def kernel_limits(timeout_seconds: float, memory_mb: int, max_file_mb: int, processes: int) -> dict[str, int]:
@@ -59,6 +47,13 @@ def kernel_limits(timeout_seconds: float, memory_mb: int, max_file_mb: int, proc
         "RLIMIT_NOFILE": 256,
         "RLIMIT_CORE": 0,
     }
+
+
+def check_positive(interpreter: str, **options: float) -> None:
+    """Raise `ValueError` for the first option that is not above 0."""
+    for name, value in options.items():
+        if value <= 0:
+            raise ValueError(f"{name} of the {interpreter} interpreter is {value!r}: give a number above 0.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +79,7 @@ class ExecutionResult:
 
 
 class InterpreterError(RuntimeError):
-    """The interpreter failed, not the model's code."""
+    """The interpreter failed, not the model's code; the call may be tried again."""
 
 
 class InterpreterUnavailable(InterpreterError):
@@ -100,15 +95,13 @@ class Interpreter(Protocol):
     """Runs model-written code. `submit` never blocks; calls beyond the backend's slots wait in its queue."""
 
     def submit(self, code: str) -> Future[ExecutionResult]:
-        """Queue `code`. The future holds an `ExecutionResult`, or raises `InterpreterError`."""
-        ...
+        """Queue `code`. Raises `InterpreterClosed` after `close`; the future may raise `InterpreterError`."""
 
     def close(self) -> None:
         """Kill what runs, fail what waits with `InterpreterClosed`, free everything. May be called twice."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -22,18 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torl_trl.interpreters import remote
 from torl_trl.interpreters.base import ExecutionResult, InterpreterError, InterpreterUnavailable
-from torl_trl.interpreters.remote import (
-    SERVICE_SLACK_SECONDS,
-    Doubtful,
-    Refused,
-    RemoteInterpreter,
-    TooMany,
-    new_mark,
-    ranks,
-    unwrap,
-    wrap,
-)
+from torl_trl.interpreters.remote import SERVICE_SLACK_SECONDS, ranks
 
 PLAN_SANDBOXES, PLAN_CREATIONS_PER_SECOND = 20, 1.0  # the most of E2B's free plan
 CREATE_SECONDS = 60.0  # E2B needs about one
@@ -47,12 +38,12 @@ LOST = ("ContextRestarting", "ServerDied")  # the kernel, or our server beside i
 
 @dataclass(eq=False, slots=True)
 class _Sandbox:
-    remote: Any  # the SDK's AsyncSandbox
+    box: Any  # the SDK's AsyncSandbox
     expires: float
     has_server: bool = False
 
 
-class E2BInterpreter(RemoteInterpreter):
+class E2BInterpreter(remote.RemoteInterpreter):
     """Runs programs in E2B sandboxes, in the order of `submit`.
 
     `sandboxes` and `creations_per_second` are this object's share of what your plan allows; their defaults are the
@@ -83,9 +74,10 @@ class E2BInterpreter(RemoteInterpreter):
         # In debug mode there is one server, however many are asked for, and its one kernel runs one call at a time.
         is_debug = os.environ.get("E2B_DEBUG", "").lower() == "true"
         slots = 1 if is_debug else sandboxes
-        sizes = timeout_seconds, memory_mb, max_output_chars, max_file_mb
-        own = {"sandboxes": sandboxes, "creations_per_second": rate, "lifetime_seconds": lifetime_seconds}
-        super().__init__("e2b", slots, *sizes, retries, backoff_seconds, **own)
+        numbers = {"sandboxes": sandboxes, "creations_per_second": rate, "lifetime_seconds": lifetime_seconds}
+        numbers |= {"timeout_seconds": timeout_seconds, "memory_mb": memory_mb, "max_output_chars": max_output_chars}
+        numbers |= {"max_file_mb": max_file_mb, "slots": slots, "backoff_seconds": backoff_seconds}
+        super().__init__("e2b", retries, **numbers)
         self._call_seconds = timeout_seconds + SERVICE_SLACK_SECONDS
         if lifetime_seconds <= self._call_seconds:
             raise ValueError(
@@ -113,13 +105,13 @@ class E2BInterpreter(RemoteInterpreter):
 
     async def _prepare(self, slot: int) -> None:
         if slot in self._sandboxes and self._sandboxes[slot].expires - time.monotonic() < self._call_seconds:
-            await self._discard(slot)
+            await self._kill(self._sandboxes.pop(slot).box)
         if slot not in self._sandboxes:
             sandbox = await self._create()
             try:
                 await self._start_server(sandbox)
             except InterpreterError:
-                await self._kill(sandbox.remote)
+                await self._kill(sandbox.box)
                 raise
             self._sandboxes[slot] = sandbox
 
@@ -132,14 +124,9 @@ class E2BInterpreter(RemoteInterpreter):
             await asyncio.sleep(self._next_creation - time.monotonic())
             self._next_creation = time.monotonic() + self._interval
             expires = time.monotonic() + self._creation["timeout"]
-            # retries=0: the SDK's own retries would be creations beyond the rate.
-            create = self._sdk.create(
-                **self._creation, idempotency_key=str(self._key), request_timeout=CREATE_SECONDS, retries=0
-            )
-            self._request = asyncio.ensure_future(create)
-            self._request.add_done_callback(self._created)
+            self._request = asyncio.ensure_future(self._ask_for_one())
             try:  # shielded from `close`: a sandbox that nobody knows could not be killed
-                remote = await _ask("create a sandbox", asyncio.shield(self._request), CREATE_SECONDS)
+                box = await _ask("create a sandbox", asyncio.shield(self._request), CREATE_SECONDS)
             except InterpreterError as error:
                 self._request.cancel()
                 self._last_failure = time.monotonic(), error
@@ -147,15 +134,18 @@ class E2BInterpreter(RemoteInterpreter):
                     self._key = uuid.uuid4()
                 raise
             self._key = uuid.uuid4()
-            return _Sandbox(remote, expires)
+            return _Sandbox(box, expires)
 
-    def _created(self, request: asyncio.Future[Any]) -> None:
-        if not request.cancelled() and request.exception() is None:
-            self._alive[request.result().sandbox_id] = request.result()
+    async def _ask_for_one(self) -> Any:
+        # retries=0: the SDK's own retries would be creations beyond the rate.
+        options = {"idempotency_key": str(self._key), "request_timeout": CREATE_SECONDS, "retries": 0}
+        box = await self._sdk.create(**self._creation, **options)
+        self._alive[box.sandbox_id] = box
+        return box
 
     async def _start_server(self, sandbox: _Sandbox) -> None:
         # timeout=0 for the SDK, here and below: its own limit fires at twice its value.
-        request = sandbox.remote.run_code(self._start_text, timeout=0)
+        request = sandbox.box.run_code(self._start_text, timeout=0)
         error = (await _ask("start our server in a sandbox", request, START_SECONDS)).error
         if error and error.name in LOST:
             raise InterpreterError(f"E2B's sandbox failed at its start: {error.name}")
@@ -169,31 +159,28 @@ class E2BInterpreter(RemoteInterpreter):
     async def _attempt(self, slot: int, code: str) -> ExecutionResult:
         sandbox = self._sandboxes[slot]
         if sandbox.has_server:
-            mark = new_mark()
+            mark = remote.new_mark()
             text = f"ask({mark!r}, {code!a}, {self.timeout_seconds!r})"
         else:
-            text, mark = wrap(code, **self._limits)
+            text, mark = remote.wrap(code, **self._limits)
         try:
-            execution = await _ask("run a program", sandbox.remote.run_code(text, timeout=0), self._call_seconds)
-            if result := unwrap("".join(execution.logs.stdout), mark):
+            execution = await _ask("run a program", sandbox.box.run_code(text, timeout=0), self._call_seconds)
+            if result := remote.unwrap("".join(execution.logs.stdout), mark):
                 return result
             if execution.error and execution.error.name in LOST:
-                raise Doubtful(f"E2B's sandbox died: {execution.error.name}: {execution.error.value}")
+                raise remote.Doubtful(f"E2B's sandbox died: {execution.error.name}: {execution.error.value}")
             raise InterpreterError(f"E2B's answer to a program has no result in it: {execution.error}")
-        except TooMany:  # nothing is wrong with the sandbox
+        except remote.TooMany:  # nothing is wrong with the sandbox
             raise
         except InterpreterError:
-            await self._discard(slot)
+            await self._kill(self._sandboxes.pop(slot).box)
             raise
 
-    async def _discard(self, slot: int) -> None:
-        await self._kill(self._sandboxes.pop(slot).remote)
-
-    async def _kill(self, remote: Any) -> None:
+    async def _kill(self, box: Any) -> None:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._patiently(lambda: _ask("kill a sandbox", remote.kill(), CLOSE_SECONDS / 2))
-            self._alive.pop(remote.sandbox_id, None)
+                await self._patiently(lambda: _ask("kill a sandbox", box.kill(), CLOSE_SECONDS / 2))
+            self._alive.pop(box.sandbox_id, None)
         except (InterpreterError, TimeoutError) as error:
             self._warn(f"a sandbox lives until its lifetime ends ({error or 'no answer to the kill'})")
 
@@ -201,7 +188,7 @@ class E2BInterpreter(RemoteInterpreter):
         if self._request:
             await asyncio.wait([self._request], timeout=CLOSE_SECONDS)
             self._request.cancel()
-        await asyncio.gather(*(self._kill(remote) for remote in list(self._alive.values())))
+        await asyncio.gather(*(self._kill(box) for box in list(self._alive.values())))
         await asyncio.sleep(DRAIN_SECONDS)
 
 
@@ -215,9 +202,9 @@ async def _ask(what: str, request: Awaitable[Any], seconds: float) -> Any:
         name, text, status = type(error).__name__, " ".join(str(error).split())[:300], getattr(error, "status_code", 0)
         kind = InterpreterError
         if status == 429 or text.startswith("429 "):  # the second is how running code reports it
-            kind = TooMany
+            kind = remote.TooMany
         elif what.startswith("create") and (status in (400, 401, 403, 404) or name == "AuthenticationException"):
-            kind = Refused
+            kind = remote.Refused
         raise kind(f"E2B did not {what}: {name}: {text}") from error
 
 

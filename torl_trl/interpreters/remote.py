@@ -1,10 +1,8 @@
 """What the backends that run programs at a remote service have in common.
 
-The text and the result: a service is sent `sandbox/supervise.py` with the program in it, which starts a fresh Python
-without the service's environment, keeps the limits, ends all that the program started, and prints the result as one
-line. So a result is the same from every service, whatever it does with output, time and leftovers.
-
-The queue and the patience (`RemoteInterpreter`): what fails on our side is tried again, see `Refused` and the others.
+A service is sent the text of `sandbox/supervise.py` with the program in it, which starts a fresh Python without the
+service's environment, keeps the limits, ends all that the program started, and prints the result as one line. So a
+result is the same from every service, whatever it does with output, time and leftovers.
 """
 
 import asyncio
@@ -23,28 +21,19 @@ import time
 import zlib
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from torl_trl.interpreters.base import (
-    ENVIRONMENT,
-    USER_PROCESSES,
-    ExecutionResult,
-    InterpreterClosed,
-    InterpreterError,
-    kernel_limits,
-)
-from torl_trl.interpreters.base import ExecutionStatus as Status
+from torl_trl.interpreters import base
+from torl_trl.interpreters.base import ExecutionResult, InterpreterClosed, InterpreterError
 
 logger = logging.getLogger(__name__)
 
-SERVICE_SLACK_SECONDS = 30.0
-"""How much longer than the program the service should wait: for the starts of two Pythons on a busy machine."""
+SERVICE_SLACK_SECONDS = 30.0  # for the service, beyond the program's time: two Pythons start on a busy machine
 _FIELDS = {"status": str, "stdout": str, "stderr": str, "seconds": float, "truncated": bool}
 _MOST_BYTES = 64 << 20  # of a result, lest a forged one fills our memory
 _LONGEST_PAUSE_SECONDS = 10.0
@@ -93,7 +82,7 @@ def wrap(code: str, *, timeout_seconds: float, max_output_chars: int, rlimits: M
         "timeout": timeout_seconds,
         "max_chars": max_output_chars,
         "rlimits": dict(rlimits),
-        "environment": ENVIRONMENT,
+        "environment": base.ENVIRONMENT,
     }
     # !a: a service may refuse text that is not valid UTF-8, and code may hold a lone surrogate.
     return f"{_source('supervise.py')}\n\nprint_result({mark!r}, **{call!a})\n", mark
@@ -114,50 +103,35 @@ def unwrap(stdout: str, mark: str) -> ExecutionResult | None:
         return None
 
 
-class RemoteInterpreter(AbstractContextManager):
+class RemoteInterpreter(base.Interpreter):
     """Runs programs at a service, `slots` at a time, in the order of `submit`.
 
     A failure of ours is tried again `retries` times, or as often as its class says, after `backoff_seconds`, twice
     that, and so on up to 10 seconds, give or take a half. A subclass has coroutines, which run in one thread; it calls
-    `_start` when it is made. `service` is its name, `more` are options of its own that must be above 0.
+    `_start` when it is made. `service` is its name, `numbers` are the limits of programs, `slots`, `backoff_seconds`
+    and options of its own, all of which must be above 0.
     """
 
-    def __init__(
-        self,
-        service: str,
-        slots: int,
-        timeout_seconds: float,
-        memory_mb: int,
-        max_output_chars: int,
-        max_file_mb: int,
-        retries: int,
-        backoff_seconds: float,
-        **more: float,
-    ) -> None:
-        sizes = {"timeout_seconds": timeout_seconds, "memory_mb": memory_mb, "max_output_chars": max_output_chars}
-        sizes |= {"max_file_mb": max_file_mb, "backoff_seconds": backoff_seconds, "slots": slots}
-        for name, value in (more | sizes).items():
-            if value <= 0:
-                raise ValueError(f"{name} of the {service} interpreter is {value!r}: give a number above 0.")
+    def __init__(self, service: str, retries: int, **numbers: float) -> None:
+        base.check_positive(service, **numbers)
         if retries < 0:
             raise ValueError(f"retries of the {service} interpreter is {retries!r}: give 0 or more.")
-        self.slots, self.timeout_seconds = slots, timeout_seconds
-        rlimits = kernel_limits(timeout_seconds, memory_mb, max_file_mb, USER_PROCESSES)
-        self._limits = {"timeout_seconds": timeout_seconds, "max_output_chars": max_output_chars, "rlimits": rlimits}
-        self._service, self._retries, self._backoff = service, retries, backoff_seconds
+        self.slots, self.timeout_seconds = numbers["slots"], numbers["timeout_seconds"]
+        sizes = numbers["memory_mb"], numbers["max_file_mb"]
+        rlimits = base.kernel_limits(self.timeout_seconds, *sizes, base.USER_PROCESSES)
+        self._limits = {name: numbers[name] for name in ("timeout_seconds", "max_output_chars")} | {"rlimits": rlimits}
+        self._service, self._retries, self._backoff = service, retries, numbers["backoff_seconds"]
         self._waiting: deque[tuple[str, Future[ExecutionResult], float]] = deque()  # code, future, time of submit
-        self._free = list(range(slots))  # a heap: the lowest first, so that few slots are used where few are needed
-        self._workers: set[asyncio.Task[None]] = set()
+        self._free = list(range(self.slots))  # a heap: the lowest first, so that few calls use few slots
+        self._tasks: set[asyncio.Task[None]] = set()
         self._attempts = self._failures = 0
         self._next_warning = -math.inf
         self._lock = threading.Lock()
         self._closed = False
 
     def _start(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"interpreter-{self._service}", daemon=True
-        )
+        self._loop = loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name=f"interpreter-{self._service}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
         opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
@@ -169,7 +143,6 @@ class RemoteInterpreter(AbstractContextManager):
             raise
 
     def submit(self, code: str) -> Future[ExecutionResult]:
-        """Queue `code`. Raises `InterpreterClosed` after `close`; the future may raise `InterpreterError`."""
         future: Future[ExecutionResult] = Future()
         with self._lock:  # so that no call slips in behind `close`
             if self._closed:
@@ -178,7 +151,6 @@ class RemoteInterpreter(AbstractContextManager):
         return future
 
     def close(self) -> None:
-        """Fail what runs and what waits with `InterpreterClosed`, and free everything. May be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -188,9 +160,6 @@ class RemoteInterpreter(AbstractContextManager):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     @abstractmethod
     async def _open(self) -> None:
@@ -211,9 +180,12 @@ class RemoteInterpreter(AbstractContextManager):
     def _enqueue(self, *call: Any) -> None:
         self._waiting.append(call)
         if self._free:
-            worker = self._loop.create_task(self._work(heapq.heappop(self._free)))
-            self._workers.add(worker)
-            worker.add_done_callback(self._workers.discard)
+            self._in_background(self._work(heapq.heappop(self._free)))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop does not keep it
+        task.add_done_callback(self._tasks.discard)
 
     async def _work(self, slot: int) -> None:
         """Answer calls until none waits. When no slot can be made ready, the last worker fails those that wait."""
@@ -241,7 +213,7 @@ class RemoteInterpreter(AbstractContextManager):
             result = await self._patiently(attempt)
             future.set_result(replace(result, queue_seconds=queue_seconds))
         except Doubtful:
-            future.set_result(ExecutionResult(Status.KILLED, "", "", 0.0, queue_seconds))
+            future.set_result(ExecutionResult(base.ExecutionStatus.KILLED, "", "", 0.0, queue_seconds))
         except asyncio.CancelledError:
             future.set_exception(InterpreterClosed("The interpreter was closed while this program ran."))
             raise
@@ -277,9 +249,9 @@ class RemoteInterpreter(AbstractContextManager):
         self._waiting.clear()
 
     async def _shut_down(self) -> None:
-        workers = list(self._workers)
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        while self._tasks:  # an end may begin another
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
         self._fail_waiting(InterpreterClosed("The interpreter was closed before this program started."))
         await self._close()

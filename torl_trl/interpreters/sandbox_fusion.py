@@ -23,22 +23,13 @@ from typing import Any
 
 import httpx
 
+from torl_trl.interpreters import remote
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterError, InterpreterUnavailable
-from torl_trl.interpreters.remote import (
-    SERVICE_SLACK_SECONDS,
-    Doubtful,
-    Refused,
-    RemoteInterpreter,
-    TooMany,
-    ranks,
-    unwrap,
-    wrap,
-)
 
 URL_VARIABLE = "TORL_SANDBOX_FUSION_URL"
 _SLOTS_PER_SERVER = 8
 _SUPERVISOR_MB = 256  # the server's memory limit binds our supervisor too
-_KINDS = {429: TooMany, 502: InterpreterUnavailable, 503: InterpreterUnavailable, 504: InterpreterUnavailable}
+_KINDS = {429: remote.TooMany, 502: InterpreterUnavailable, 503: InterpreterUnavailable, 504: InterpreterUnavailable}
 _QUEUE_SECONDS = 60.0  # what a request may wait at the server before its program starts
 _PING_SECONDS = 10.0  # a busy server answers late
 _PROBE_SECONDS, _LONGEST_PROBE_SECONDS = 0.1, 1.0  # between two pings of a server that was set aside, doubling
@@ -52,7 +43,7 @@ class _Server:
     trouble: str = ""  # why it is set aside
 
 
-class SandboxFusionInterpreter(RemoteInterpreter):
+class SandboxFusionInterpreter(remote.RemoteInterpreter):
     """Runs programs at Sandbox Fusion servers, `slots` requests at a time over all of them, in the order of `submit`.
 
     `url` is one base URL or several; without it, those of the variable TORL_SANDBOX_FUSION_URL, separated by commas.
@@ -78,10 +69,11 @@ class SandboxFusionInterpreter(RemoteInterpreter):
         backoff_seconds: float = 0.5,
     ) -> None:
         urls = _base_urls(url)
-        slots = max(1, _SLOTS_PER_SERVER * len(urls) // ranks()) if slots is None else slots
-        sizes = timeout_seconds, memory_mb, max_output_chars, max_file_mb
-        super().__init__("Sandbox Fusion", slots, *sizes, retries, backoff_seconds)
-        run_seconds = timeout_seconds + SERVICE_SLACK_SECONDS
+        slots = max(1, _SLOTS_PER_SERVER * len(urls) // remote.ranks()) if slots is None else slots
+        limits = {"timeout_seconds": timeout_seconds, "memory_mb": memory_mb, "max_output_chars": max_output_chars}
+        limits |= {"max_file_mb": max_file_mb, "slots": slots, "backoff_seconds": backoff_seconds}
+        super().__init__("Sandbox Fusion", retries, **limits)
+        run_seconds = timeout_seconds + remote.SERVICE_SLACK_SECONDS
         self._request_timeout = request_timeout_seconds or run_seconds + _QUEUE_SECONDS
         if self._request_timeout <= timeout_seconds:
             raise ValueError(
@@ -100,19 +92,17 @@ class SandboxFusionInterpreter(RemoteInterpreter):
                 raise ValueError(f"url is {each!r}: {error}.") from error
             self._servers.append(_Server(re.sub(r"//[^/@]*@", "//", each), client))
         self._names = ", ".join(server.name for server in self._servers)
-        self._probes: set[asyncio.Task[None]] = set()
         self._failed: defaultdict[int, set[_Server]] = defaultdict(set)  # by the slot's call: others come first
         self._start()
 
     async def _open(self) -> None:
         troubles = await asyncio.gather(*(self._ping(server) for server in self._servers))
         if all(troubles):
-            subject = "The Sandbox Fusion server at" if len(troubles) == 1 else "None of the Sandbox Fusion servers at"
-            verb = "does not answer" if len(troubles) == 1 else "answers"
-            raise InterpreterUnavailable(
-                f"{subject} {self._names} {verb} ({troubles[0]}): start it, or correct url in interpreter_options or "
-                f"the variable {URL_VARIABLE}."
-            )
+            silent = f"None of the Sandbox Fusion servers at {self._names} answers"
+            if len(troubles) == 1:
+                silent = f"The Sandbox Fusion server at {self._names} does not answer"
+            mend = f"start it, or correct url in interpreter_options or the variable {URL_VARIABLE}"
+            raise InterpreterUnavailable(f"{silent} ({troubles[0]}): {mend}.")
         for server, trouble in zip(self._servers, troubles, strict=True):
             if trouble:
                 self._warn(f"the server at {server.name} does not answer ({trouble})")
@@ -142,25 +132,22 @@ class SandboxFusionInterpreter(RemoteInterpreter):
         return result
 
     async def _close(self) -> None:
-        for probe in self._probes:
-            probe.cancel()
-        closing = [server.client.aclose() for server in self._servers]
-        await asyncio.gather(*self._probes, *closing, return_exceptions=True)
+        await asyncio.gather(*(server.client.aclose() for server in self._servers), return_exceptions=True)
 
     async def _run(self, server: _Server, code: str) -> ExecutionResult:
         """The result in the server's answer. Raises `InterpreterUnavailable` when it had better be left alone."""
-        text, mark = wrap(code, **self._limits)
+        text, mark = remote.wrap(code, **self._limits)
         response = await _request(server, "POST", "/run_code", self._request_timeout, json=self._body | {"code": text})
         status = response.status_code
         if status != 200:  # 502 to 504: what stands before the server cannot reach it
-            kind = _KINDS.get(status, InterpreterError if status >= 500 else Refused)
+            kind = _KINDS.get(status, InterpreterError if status >= 500 else remote.Refused)
             raise kind(f"HTTP {status}: {response.text[:200]!r}")
         try:
             answer = response.json()
             if answer["status"] == "SandboxError":
                 raise InterpreterError(f"SandboxError: {answer['message'][-200:]!r}")  # its head repeats our text
             run = answer["run_result"]
-            if result := unwrap(run["stdout"] or "", mark):
+            if result := remote.unwrap(run["stdout"] or "", mark):
                 return result
             if run["status"] == "TimeLimitExceeded":
                 if run["execution_time"] < self.timeout_seconds:  # a limit of the server's own
@@ -168,7 +155,7 @@ class SandboxFusionInterpreter(RemoteInterpreter):
                 raise InterpreterError("a program did not end in time: the server has too much to do, lower slots")
             exit_code = run["return_code"]
             # A signal comes from the server's shell as 128 and its number.
-            kind = Doubtful if exit_code < 0 or exit_code > 128 else InterpreterError
+            kind = remote.Doubtful if exit_code < 0 or exit_code > 128 else InterpreterError
             raise kind(f"there is no result (exit code {exit_code}): {(run['stderr'] or '').strip()[-200:]!r}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InterpreterError(f"an answer that is none of its kind: {response.text[:200]!r}") from error
@@ -177,9 +164,7 @@ class SandboxFusionInterpreter(RemoteInterpreter):
         """Send no calls to a server until it answers a ping."""
         if not server.trouble:
             server.trouble = trouble
-            probe = self._loop.create_task(self._probe(server))
-            self._probes.add(probe)
-            probe.add_done_callback(self._probes.discard)
+            self._in_background(self._probe(server))
 
     async def _probe(self, server: _Server) -> None:
         pause = _PROBE_SECONDS

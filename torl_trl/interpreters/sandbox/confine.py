@@ -1,12 +1,10 @@
-"""How a process gives up its powers, for good: limits, user, capabilities, files (Landlock), system calls (seccomp).
-
-Called between the fork and the program. Everything that can be prepared once is prepared once, by `Confinement`.
-"""
+"""How a process gives up its powers for good: limits, user, capabilities, files (Landlock), system calls (seccomp)."""
 
 import ctypes
 import os
 import resource
 import signal
+import struct
 
 import program
 import seccomp
@@ -19,7 +17,6 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MNT_DETACH = 1, 2, 4, 2
 CAPSET = {"x86_64": 126, "aarch64": 91}
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on every processor
 READ_FILE, READ_DIR, EXECUTE, WRITE_FILE, TRUNCATE = 1 << 2, 1 << 3, 1 << 0, 1 << 1, 1 << 14
-FILE_RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1}  # each knows one right more
 SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
 
@@ -38,16 +35,10 @@ def prctl(option, value):
 def enter_namespaces(names):
     """Move this process into new namespaces; its children for "pid". With "user", its user and group stay."""
     user, group = os.getuid(), os.getgid()
-    flags = 0
-    for name in names:
-        flags |= NEW_NAMESPACE[name]
-    check(libc.unshare(flags), "unshare")
+    check(libc.unshare(sum(NEW_NAMESPACE[name] for name in names)), "unshare")
     if "user" in names:
-        for file, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{user} {user} 1"),
-            ("gid_map", f"{group} {group} 1"),
-        ):
+        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
+        for file, text in maps.items():  # in this order
             with open(f"/proc/self/{file}", "w") as stream:
                 stream.write(text)
 
@@ -63,11 +54,6 @@ def unmount(folder):
     check(libc.umount2(folder.encode(), MNT_DETACH), f"unmount {folder}")
 
 
-def drop_capabilities():
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
-    check(libc.syscall(CAPSET[os.uname().machine], header, (ctypes.c_uint32 * 6)()), "capset")
-
-
 def landlock_rules(readable, writable):
     """A descriptor of rules: `readable` paths can be read and run, `writable` ones changed, nothing else opened.
 
@@ -76,27 +62,22 @@ def landlock_rules(readable, writable):
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
     if abi < 1:
         raise seccomp.Unsupported("the kernel has no Landlock")
-    rights = FILE_RIGHTS_BY_ABI.get(abi, (1 << 15) - 1)
+    rights = (1 << min(12 + abi, 15)) - 1  # for files: 13, and one more in each of the next two versions
     attributes = (ctypes.c_uint64 * 3)(rights, 0, SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS if abi >= 6 else 0)
     rules = check(libc.syscall(LANDLOCK_CREATE, attributes, 24 if abi >= 6 else 8, 0), "landlock")
     for paths, allowed in ((readable, READ_FILE | READ_DIR | EXECUTE), (writable, rights)):
         for path in paths:
             if os.path.exists(path):
-                if not os.path.isdir(path):
-                    allowed_here = allowed & (READ_FILE | WRITE_FILE | EXECUTE | TRUNCATE) & rights
-                else:
-                    allowed_here = allowed
+                of_files = READ_FILE | WRITE_FILE | EXECUTE | TRUNCATE
                 parent = os.open(path, os.O_PATH)
-                rule = (ctypes.c_uint8 * 12).from_buffer_copy(
-                    allowed_here.to_bytes(8, "little") + parent.to_bytes(4, "little")
-                )
+                rule = struct.pack("<Qi", allowed if os.path.isdir(path) else allowed & of_files, parent)
                 check(libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0), f"landlock {path}")
                 os.close(parent)
     return rules
 
 
 class Confinement:
-    """What a program's process is put under. `apply` is called in that process.
+    """What a program's process is put under, as far as it can be prepared once. `apply` is called in that process.
 
     Without `uid` the user stays, without capabilities. `rules` are Landlock's; with them the filter of calls is that
     for where there is no namespace.
@@ -116,10 +97,11 @@ class Confinement:
             os.setresgid(self.uid, self.uid, self.uid)
             os.setresuid(self.uid, self.uid, self.uid)
         else:
-            drop_capabilities()
+            header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
+            check(libc.syscall(CAPSET[os.uname().machine], header, (ctypes.c_uint32 * 6)()), "capset")  # to none
         prctl(PR_SET_DUMPABLE, 0)  # a crash is not the business of the host's collector of crashes
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # not earlier: a change of the user undoes it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         if self.rules is not None:
             check(libc.syscall(LANDLOCK_RESTRICT, self.rules, 0), "landlock")
-        seccomp.install(libc, seccomp.for_process(self.filter, os.getpid()))
+        seccomp.install(libc, self.filter)

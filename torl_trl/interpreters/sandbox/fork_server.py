@@ -25,19 +25,16 @@ import io
 import json
 import os
 import random
-import select
 import signal
 import socket
-import struct
 import sys
 from pathlib import Path
 
 import confine
 import program
-from supervise import delete, supervise
+from supervise import delete, supervise, wait_for
 from usage import Usage
 
-REQUEST = struct.Struct("<Id")  # the size of the program, its time limit in seconds
 FOLDERS = ("/tmp", "/dev/shm")  # a slot's own, where there are namespaces
 MADV_COLLAPSE = 25
 HUGE_PAGE = 1 << 21
@@ -80,10 +77,7 @@ def warm_up():
 
 
 def collapse_pages():
-    """Put our memory on huge pages, of which a fork has to copy few entries: it takes about half the time then.
-
-    Asks for each piece and takes what it gets: kernels before 6.1 have no such call.
-    """
+    """Put our memory on huge pages, of which a fork has to copy few entries: it takes about half the time then."""
     pieces = []
     with contextlib.suppress(FileNotFoundError), open("/proc/self/maps") as maps:
         for line in maps:
@@ -91,16 +85,16 @@ def collapse_pages():
             if inode == "0" and "w" in access and "stack" not in line:
                 start, end = (int(address, 16) for address in span.split("-"))
                 pieces += range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE)
-    for piece in pieces:
+    for piece in pieces:  # some are refused, and kernels before 6.1 have no such call
         confine.libc.madvise(ctypes.c_void_p(piece), ctypes.c_size_t(HUGE_PAGE), MADV_COLLAPSE)
 
 
 def reseed():
     """Forks must not share their random numbers."""
     random.seed()
-    for name, seed in (("numpy.random", "seed"), ("sympy.core.random", "seed")):
+    for name in ("numpy.random", "sympy.core.random"):
         if name in sys.modules:
-            getattr(sys.modules[name], seed)()
+            sys.modules[name].seed()
 
 
 class Slot:
@@ -108,8 +102,8 @@ class Slot:
 
     def __init__(self, number, connection, settings):
         self.connection = connection
-        self.max_chars = settings["max_chars"]
-        self.file_mb = settings["max_file_mb"]
+        self.requests = connection.makefile("rb")
+        self.max_chars, self.file_mb = settings["max_output_chars"], settings["max_file_mb"]
         self.has_namespaces = settings["tier"] in ("root", "user")
         uid = None
         if os.getuid() == 0 and (settings["tier"] == "root" or is_open_to_all(settings["packages"])):
@@ -128,30 +122,23 @@ class Slot:
             os.mkdir(self.folder, 0o700)
             if uid is not None:
                 os.chown(self.folder, uid, uid)
-            rules = confine.landlock_rules(settings["readable"], [self.folder, *settings["writable"]])
+            rules = confine.landlock_rules(settings["readable"], [self.folder, os.devnull])
         self.confinement = confine.Confinement(settings["rlimits"], uid=uid, rules=rules)
-        self.child = None
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self):
         self.prepare()
-        while True:
-            request = receive(self.connection)
-            if request is None:
-                if self.child:
-                    self.end()
-                os._exit(0)
-            result = self.run(*request)
-            send(self.connection, json.dumps(result).encode())
+        for request in self.requests:
+            result = self.run(**json.loads(request))
+            self.connection.sendall(json.dumps(result).encode() + b"\n")
             self.clean()
             self.prepare()
+        self.end()
 
     def prepare(self):
         """Fork the next program's process; it confines itself and waits for its code."""
         code, self.code = os.pipe()
-        self.out, out = os.pipe()
-        self.err, err = os.pipe()
-        self.ready, ready = os.pipe()
+        (self.out, out), (self.err, err), (self.ready, ready) = os.pipe(), os.pipe(), os.pipe()
         self.child = os.fork()
         if self.child == 0:
             self.become_program(code, out, err, ready)
@@ -185,26 +172,25 @@ class Slot:
         os.close(self.ready)
         if not is_ready:
             raise RuntimeError("a program's process ended before it was ready")
-        feed(self.code, code)
-        os.close(self.code)
-        excess = self.usage.excess if self.usage else None
+        with contextlib.suppress(BrokenPipeError), open(self.code, "wb") as stream:  # its reader may end at any time
+            stream.write(code.encode())
+        excess = self.usage and self.usage.excess
         result = supervise(self.child, self.out, self.err, timeout, self.max_chars, self.end, excess=excess)
         os.close(self.out)
         os.close(self.err)
         return result
 
     def end(self):
-        """Kill the program and all that it started; returns its wait status."""
-        child, self.child = self.child, None
-        os.kill(child, signal.SIGKILL)
+        """Kill the program and all that it started; returns its exit code."""
+        os.kill(self.child, signal.SIGKILL)
         if self.has_namespaces:
             with contextlib.suppress(ProcessLookupError):  # nobody else is there
                 os.kill(-1, signal.SIGKILL)
-        wait_status = os.waitpid(child, 0)[1]
+        code = os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-        return wait_status
+        return code
 
     def mount(self, folder):
         confine.mount_private(folder, self.file_mb)
@@ -217,8 +203,12 @@ class Slot:
                 if state(folder) != self.untouched[folder]:
                     confine.unmount(folder)
                     self.mount(folder)
-        else:
-            empty(self.folder)
+        else:  # the folder itself stays: Landlock's rules hold for it, not for its name
+            for entry in os.scandir(self.folder):
+                if entry.is_dir(follow_symlinks=False):
+                    delete(entry.path)
+                else:
+                    os.unlink(entry.path)
 
 
 def state(folder):
@@ -227,47 +217,14 @@ def state(folder):
     return status.st_ctime_ns, status.st_mtime_ns, status.st_mode, status.st_size
 
 
-def empty(folder):
-    """Delete what a program left in its folder. The folder stays: Landlock's rules hold for it, not for its name."""
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            delete(entry.path)
-        else:
-            os.unlink(entry.path)
-
-
 def is_open_to_all(packages):
     """Whether another user can read our Python: not if it is in the home of root."""
     folders = {parent for path in (sys.executable, os.__file__, *packages) for parent in Path(path).resolve().parents}
     return all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
-def feed(fd, data):
-    """Write all of `data` to a pipe whose reader may end at any time."""
-    with contextlib.suppress(BrokenPipeError):
-        while data:
-            data = data[os.write(fd, data) :]
-
-
-def receive(connection):
-    """A program and its time limit, or None at the end of the connection."""
-    header = connection.recv(REQUEST.size, socket.MSG_WAITALL)
-    if len(header) < REQUEST.size:
-        return None
-    size, timeout = REQUEST.unpack(header)
-    code = connection.recv(size, socket.MSG_WAITALL) if size else b""
-    return (code, timeout) if len(code) == size else None
-
-
-def send(connection, data):
-    connection.sendall(struct.pack("<I", len(data)) + data)
-
-
 def start_slot(number, fd, settings):
-    """Fork a slot with its socket `fd`; in the namespace tiers a process in between waits for it.
-
-    Returns the process id of the slot, or of the one in between.
-    """
+    """Fork a slot with its socket `fd`; returns its process id, or that of one in between in the namespace tiers."""
     child = os.fork()
     if child:
         return child
@@ -321,10 +278,8 @@ def main():
     # A slot that is gone ends all: the trainer starts anew.
     signal.signal(signal.SIGCHLD, lambda *_: end_all(slots, settings["folder"], 1))
     os.write(settings["control"], json.dumps({"missing": missing}).encode() + b"\n")
-    poll = select.poll()  # the control pipe alone would stay open in the trainer's forks
-    for fd in (settings["control"], settings["trainer"]):
-        poll.register(fd, select.POLLIN)
-    poll.poll()
+    while not wait_for((settings["control"], settings["trainer"]), 3600.0):  # forks of the trainer hold the first too
+        pass
     end_all(slots, settings["folder"], 0)
 
 

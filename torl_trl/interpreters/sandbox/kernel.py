@@ -1,15 +1,10 @@
-"""What the kernel of a remote sandbox runs: our fork server there, as on the trainer's machine, and a call to it.
+"""Sent to the kernel of a remote sandbox once, before calls of `ask`: our fork server there, as on our own machine."""
 
-The kernel is sent this text once, and then calls of `ask`.
-"""
-
-import dataclasses
 import os
 import sys
 import tempfile
 
 server = globals().get("server")  # in debug mode a new sandbox is the old one
-print_fields = None
 
 
 def start(files, limits):
@@ -27,22 +22,15 @@ def start(files, limits):
         sys.path.insert(0, folder)
         try:
             from torl_trl.interpreters.sandbox.supervise import print_fields
-            from torl_trl.interpreters.self_test import check_isolation, check_packages
+            from torl_trl.interpreters.self_test import check
             from torl_trl.interpreters.server import ServerProcess
             from torl_trl.interpreters.tiers import Tier
         finally:
             sys.path.remove(folder)
         server = ServerProcess(Tier.NONE, 1, **limits)
-    try:
-        check_packages(server, server.missing)  # also that nothing needs the files any more
-        check_isolation(server)
-    except BaseException:
-        server.close()
-        raise
+    check(server)  # also that nothing needs the files any more
 
 
 def ask(mark, code, timeout):
     """Run a program and print its result."""
-    fields = dataclasses.asdict(server.call(0, code, timeout))
-    del fields["queue_seconds"]
-    print_fields(mark, fields)
+    print_fields(mark, server.call(0, code, timeout))

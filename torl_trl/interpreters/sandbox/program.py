@@ -57,21 +57,15 @@ def execute(code: bytes) -> int:
     try:
         exec(compile(code, "<program>", "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
-        return exit_code_of(stop)
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 0xFF
+        sys.stderr.write(f"{stop.code}\n")
+        return 1
     except BaseException as error:
         error = error.with_traceback(error.__traceback__.tb_next)  # without this frame
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
-
-
-def exit_code_of(stop: SystemExit) -> int:
-    if stop.code is None:
-        return 0
-    if isinstance(stop.code, int):
-        return stop.code & 0xFF
-    sys.stderr.write(f"{stop.code}\n")
-    return 1
 
 
 def depth() -> int:

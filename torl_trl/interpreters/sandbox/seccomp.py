@@ -6,6 +6,7 @@ kernel's (its tables of system calls); arm64 lacks some of the older calls. Only
 
 import ctypes
 import errno
+import os
 import platform
 import struct
 
@@ -87,7 +88,7 @@ NO_SUCH_CALL = table("clone3 435 435, openat2 437 437")  # flags out of reach; t
 CLONE = (56, 220)
 CLONE_THREAD = 0x10000
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # columns of the tables, the kernel's numbers
 X32_BIT = 0x40000000
 SOME_PID = 0x7FFFFFFF  # the kernel gives no process this number
 
@@ -105,7 +106,9 @@ def build(own_pid=None):
 
     A jump gives the number of instructions to skip when the comparison is true, and when it is false.
     """
-    column, architecture = machine()
+    if platform.machine() not in MACHINES:
+        raise Unsupported(f"no seccomp filter for the processor {platform.machine()!r}")
+    column, architecture = MACHINES[platform.machine()]
     program = [
         instruction(LOAD, ARCHITECTURE),
         instruction(EQUAL, architecture, 1, 0),
@@ -139,17 +142,9 @@ def build(own_pid=None):
     for *numbers, argument, mask, values in looked_at.values():
         tests = [instruction(EQUAL, value, len(values) - n, 0) for n, value in enumerate(values)]
         add(numbers, instruction(LOAD, ARGUMENTS[argument]), instruction(AND, mask), *tests, allow, deny)
-    add(
-        SOCKETPAIR,
-        instruction(LOAD, ARGUMENTS[0]),
-        instruction(EQUAL, 1, 0, 4),
-        instruction(LOAD, ARGUMENTS[1]),
-        instruction(AND, 0xF),
-        instruction(EQUAL, SOCKET_TYPES[0], 2, 0),
-        instruction(EQUAL, SOCKET_TYPES[1], 1, 0),
-        deny,
-        allow,
-    )
+    family = instruction(LOAD, ARGUMENTS[0]), instruction(EQUAL, 1, 0, 4)
+    types = [instruction(EQUAL, one, len(SOCKET_TYPES) - n, 0) for n, one in enumerate(SOCKET_TYPES)]
+    add(SOCKETPAIR, *family, instruction(LOAD, ARGUMENTS[1]), instruction(AND, 0xF), *types, deny, allow)
     forbidden = [instruction(ANY_BIT, NEW_NAMESPACES, 0, 1)]
     if own_pid is not None:
         forbidden = [instruction(ANY_BIT, NEW_NAMESPACES, 1, 0), instruction(ANY_BIT, CLONE_THREAD, 1, 0)]
@@ -158,27 +153,13 @@ def build(own_pid=None):
     return b"".join(program)
 
 
-def for_process(program, pid):
-    """A filter that was built for `SOME_PID`, made once since it takes a while, for the process `pid`."""
-    return program.replace(instruction(EQUAL, SOME_PID, 1, 0), instruction(EQUAL, pid, 1, 0))
-
-
-def machine():
-    """This processor's column in the tables and its number in the kernel."""
-    name = platform.machine()
-    if name not in MACHINES:
-        raise Unsupported(f"no seccomp filter for the processor {name!r}")
-    return MACHINES[name]
-
-
-class Program(ctypes.Structure):
-    """The kernel's struct sock_fprog."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_char_p))
-
-
 def install(libc, program):
-    """Put the filter on this process, for good. Needs no_new_privs. Raises `Unsupported` where there is no seccomp."""
-    fprog = Program(len(program) // 8, program)
-    if libc.prctl(22, 2, ctypes.byref(fprog), 0, 0) != 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    """Put the filter on this process, for good. Needs no_new_privs. Raises `Unsupported` where there is no seccomp.
+
+    A filter is built once, since it takes a while, for `SOME_PID`; here it gets this process's number.
+    """
+    program = program.replace(instruction(EQUAL, SOME_PID, 1, 0), instruction(EQUAL, os.getpid(), 1, 0))
+    instructions = ctypes.create_string_buffer(program)
+    sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
+    if libc.prctl(22, 2, sock_fprog, 0, 0) != 0:  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
         raise Unsupported(f"the kernel refuses a seccomp filter (errno {ctypes.get_errno()})")

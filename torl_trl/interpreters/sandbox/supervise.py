@@ -9,7 +9,6 @@ import base64
 import codecs
 import contextlib
 import json
-import math
 import os
 import resource
 import select
@@ -29,20 +28,22 @@ LONGEST_LINE = 180_000
 
 
 class Stream:
-    """Text read from a pipe, at most `max_chars` of it; invalid UTF-8 becomes U+FFFD."""
+    """Text read from the pipe `fd`, at most `max_chars` of it; invalid UTF-8 becomes U+FFFD."""
 
-    def __init__(self, max_chars):
+    def __init__(self, fd, max_chars):
+        self.fd, self.room = fd, max_chars
         self.parts = []
-        self.room = max_chars
         self.overflow = False
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def feed(self, data):
-        """Take what was read; empty data is the end."""
+    def read(self):
+        """Read once; False at the end of the pipe."""
+        data = os.read(self.fd, CHUNK)
         text = self.decoder.decode(data, final=not data)
         self.overflow = self.overflow or len(text) > self.room
         self.parts.append(text[: self.room])
         self.room -= len(self.parts[-1])
+        return bool(data)
 
     @property
     def text(self):
@@ -52,50 +53,55 @@ class Stream:
 def supervise(pid, stdout, stderr, timeout, max_chars, end, ready=None, excess=None):
     """Read the pipes `stdout` and `stderr` of the child `pid` until it ends or breaks a limit.
 
-    `end()` kills it with all that it started and returns its wait status. The clock starts now, or when `ready` gets a
-    byte. `excess()`, asked now and then, names the status of a program that breaks another limit, or says None.
-    Returns the fields of an ExecutionResult as a dict; their status is None when the child never was ready.
+    `end()` kills it with all that it started and returns its exit code, or a signal's number below 0. The clock starts
+    now, or when `ready` gets a byte. `excess()`, asked now and then, names the status of a program that breaks another
+    limit, or says None. Returns the fields of an ExecutionResult as a dict; their status is None when the child never
+    was ready.
     """
-    streams = {stdout: Stream(max_chars), stderr: Stream(max_chars)}
+    out, err = Stream(stdout, max_chars), Stream(stderr, max_chars)
+    pipes = {stdout: out, stderr: err}  # those that are open
     child = watch(pid)
-    poll = select.poll()
-    for fd in (stdout, stderr, child) if ready is None else (stdout, stderr, child, ready):
-        poll.register(fd, select.POLLIN)
-    started = time.perf_counter()
     is_ready = ready is None
+    started = time.perf_counter()
     deadline = started + (timeout if is_ready else STARTUP_SECONDS)
+    next_look = started + LOOK_SECONDS
     ended = timed_out = False
     broken = None
-    next_look = started + LOOK_SECONDS if excess is not None else math.inf
-    while not ended and not timed_out and not broken and not any(stream.overflow for stream in streams.values()):
-        for fd, _ in poll.poll(max(0.0, min(deadline, next_look) - time.perf_counter()) * 1000 + 1):
+    while not (ended or timed_out or broken or out.overflow or err.overflow):
+        watched = [*pipes, child] if ready is None else [*pipes, child, ready]
+        for fd in wait_for(watched, min(deadline, next_look) - time.perf_counter()):
             if fd == child:
                 ended = True
             elif fd == ready:
-                poll.unregister(ready)
-                is_ready = bool(os.read(ready, 1))
+                is_ready, ready = bool(os.read(ready, 1)), None
                 started = time.perf_counter()
                 deadline = started + timeout
-            elif not take(fd, streams[fd]):
-                poll.unregister(fd)
+            elif not pipes[fd].read():
+                del pipes[fd]
         timed_out = time.perf_counter() >= deadline
         if time.perf_counter() >= next_look and not ended:
-            broken = excess()
+            broken = excess() if excess else None
             next_look = time.perf_counter() + LOOK_SECONDS
     seconds = time.perf_counter() - started
-    wait_status = end()
+    code = end()
     os.close(child)
-    drain(streams)
-    overflow = any(stream.overflow for stream in streams.values())
-    code = os.waitstatus_to_exitcode(wait_status)
-    status = broken or status_of(code, streams[stderr].text, timed_out and not ended, overflow)
-    return {
-        "status": status if is_ready else None,
-        "stdout": streams[stdout].text,
-        "stderr": streams[stderr].text,
-        "seconds": seconds,
-        "truncated": overflow,
-    }
+    deadline = time.perf_counter() + DRAIN_SECONDS
+    while pipes and time.perf_counter() < deadline:
+        for fd in wait_for(pipes, DRAIN_SECONDS):
+            if not pipes[fd].read():
+                del pipes[fd]
+    overflow = out.overflow or err.overflow
+    status = broken or status_of(code, err.text, timed_out and not ended, overflow)
+    fields = {"stdout": out.text, "stderr": err.text, "seconds": seconds, "truncated": overflow}
+    return {"status": status if is_ready else None, **fields}
+
+
+def wait_for(descriptors, seconds):
+    """Those that can be read or have ended, after at most `seconds`."""
+    poll = select.poll()
+    for fd in descriptors:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(max(0.0, seconds) * 1000 + 1)]
 
 
 def watch(pid):
@@ -106,27 +112,6 @@ def watch(pid):
     event = select.kevent(pid, select.KQ_FILTER_PROC, select.KQ_EV_ADD, select.KQ_NOTE_EXIT)
     queue.control([event], 0)
     return os.dup(queue.fileno())
-
-
-def take(fd, stream):
-    """Read once; False at the end of the pipe."""
-    data = os.read(fd, CHUNK)
-    stream.feed(data)
-    return bool(data)
-
-
-def drain(streams):
-    """Read what is left in the pipes of a program that was ended."""
-    poll = select.poll()
-    for fd in streams:
-        poll.register(fd, select.POLLIN)
-    deadline = time.perf_counter() + DRAIN_SECONDS
-    left = len(streams)
-    while left and time.perf_counter() < deadline:
-        for fd, _ in poll.poll(DRAIN_SECONDS * 1000):
-            if not take(fd, streams[fd]):
-                poll.unregister(fd)
-                left -= 1
 
 
 def status_of(code, stderr, timed_out, overflow):
@@ -143,63 +128,52 @@ def status_of(code, stderr, timed_out, overflow):
     return "memory" if exception.endswith("MemoryError") else "error"
 
 
-def run_alone(code, program_source, timeout, max_chars, rlimits, environment, flags=(), packages="", started=None):
+def run_alone(code, program_source, timeout, max_chars, rlimits, environment, flags=(), packages="", excess=None):
     """Run `code` (text) in a fresh Python in a folder of its own, with no variables but `environment`.
 
-    `program_source` is the text of program.py, `flags` are Python's, `packages` are folders as in PATH. `started` is
-    called with the Popen object. Returns as `supervise` does.
+    `program_source` is the text of program.py, `flags` are Python's, `packages` are folders as in PATH. `excess` and
+    what is returned: see `supervise`.
     """
     folder = tempfile.mkdtemp(prefix="torl-")
     limits = [f"{name}={value}" for name, value in rlimits.items()]
-    # The program and all that it starts hold the write end: its end means that none of them is left.
-    alive, held = os.pipe()
     try:
-        with tempfile.TemporaryFile() as source:
-            source.write(code.encode("utf-8", "replace"))
-            source.seek(0)
-            python = [sys.executable, *flags, "-s", "-u", "-X", "utf8", "-c", program_source]
-            process = subprocess.Popen(
-                [*python, str(held), packages, *limits],
-                stdin=source,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=folder,
-                env=dict(environment, HOME=folder, TMPDIR=folder),
-                start_new_session=True,
-                pass_fds=(held,),
-            )
-        os.close(held)
-        held = None
-        if started is not None:
-            started(process)
+        # The program and all that it starts hold the write end: its end means that none of them is left.
+        alive, held = os.pipe()
+        with open(alive, "rb", buffering=0):
+            with open(held, "wb"), tempfile.TemporaryFile() as source:
+                source.write(code.encode("utf-8", "replace"))
+                source.seek(0)
+                python = [sys.executable, *flags, "-s", "-u", "-X", "utf8", "-c", program_source]
+                process = subprocess.Popen(
+                    [*python, str(held), packages, *limits],
+                    stdin=source,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd=folder,
+                    env=dict(environment, HOME=folder, TMPDIR=folder),
+                    start_new_session=True,
+                    pass_fds=(held,),
+                )
 
-        def end():
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM
-                os.killpg(process.pid, signal.SIGKILL)
-            _, wait_status = os.waitpid(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(wait_status)
-            kill_escaped(alive, folder)
-            return wait_status
+            def end():
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says EPERM
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+                kill_escaped(alive, folder)
+                return process.returncode
 
-        out, err = process.stdout.fileno(), process.stderr.fileno()
-        with process.stdout, process.stderr:
-            return supervise(process.pid, out, err, timeout, max_chars, end, alive)
+            with process.stdout as out, process.stderr as err:
+                return supervise(process.pid, out.fileno(), err.fileno(), timeout, max_chars, end, alive, excess)
     finally:
-        for fd in (alive, held):
-            if fd is not None:
-                os.close(fd)
         delete(folder)
 
 
 def kill_escaped(alive, folder):
     """Kill what left the process group (setsid), found by its environment; where there is a /proc."""
-    poll = select.poll()
-    poll.register(alive, select.POLLIN)
-    while any(event & select.POLLIN for _, event in poll.poll(DRAIN_SECONDS * 1000)):
+    deadline = time.perf_counter() + DRAIN_SECONDS
+    while time.perf_counter() < deadline and wait_for([alive], DRAIN_SECONDS):
         if not os.read(alive, 1):
-            return
-    if poll.poll(0):
-        return
+            return  # nobody is left
     mark = f"TMPDIR={folder}".encode()
     for process in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(process)}/environ", "rb") as environment:
@@ -228,11 +202,8 @@ def print_result(mark, **call):
 
 
 def print_fields(mark, fields):
-    """Print the fields of a result as one line after `mark`: compressed, since services cut or hang on long lines.
-
-    What is too long even so loses half of its text, and again.
-    """
-    while True:
+    """Print the fields of a result as one line after `mark`: compressed, since services cut or hang on long lines."""
+    while True:  # what is too long even so loses half of its text, and again
         line = base64.b64encode(zlib.compress(json.dumps(fields).encode())).decode()
         if len(line) < LONGEST_LINE:
             break

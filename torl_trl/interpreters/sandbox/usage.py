@@ -9,8 +9,6 @@ import resource
 
 
 class Usage:
-    """Of all processes below the caller, the slot."""
-
     def __init__(self, rlimits):
         self.slot = os.readlink("/proc/self")  # our number there is another than in our namespace
         self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
@@ -38,9 +36,6 @@ class Usage:
 
     def read(self, name):
         """A process's parent and its pages in memory."""
-        file = os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self.proc)
-        try:
-            fields = os.read(file, 4096).rpartition(b")")[2].split()
-        finally:
-            os.close(file)
+        with open(os.open(f"{name}/stat", os.O_RDONLY, dir_fd=self.proc), "rb", buffering=0) as file:
+            fields = file.read(4096).rpartition(b")")[2].split()
         return fields[1].decode(), int(fields[21])
