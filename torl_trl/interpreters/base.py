@@ -74,7 +74,7 @@ class ExecutionResult:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Self:
-        """From what sandbox/supervise.py gives; raises `ValueError` for another status."""
+        """From what torl_sandbox/supervise.py gives; raises `ValueError` for another status."""
         return cls(**fields | {"status": ExecutionStatus(fields["status"])})
 
 

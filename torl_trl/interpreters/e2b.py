@@ -5,7 +5,7 @@
 
 Each slot has one sandbox at most, which serves one call at a time: two programs would share its two cores and memory.
 It is created when calls wait, kept for those that follow, replaced before its lifetime ends and after any trouble. The
-kernel of E2B's code interpreter runs only text of ours (sandbox/kernel.py), which starts the embedded interpreter's
+kernel of E2B's code interpreter runs only text of ours (torl_sandbox/kernel), which starts the embedded interpreter's
 fork server there in tier `none`: the same isolation, limits and results as here. Where that does not come up, a call
 starts a fresh Python (remote.py), slower and able to reach all of its sandbox; a warning says so.
 
@@ -25,6 +25,7 @@ from typing import Any
 from torl_trl.interpreters import remote
 from torl_trl.interpreters.base import ExecutionResult, InterpreterError, InterpreterUnavailable
 from torl_trl.interpreters.remote import SERVICE_SLACK_SECONDS, ranks
+from torl_trl.interpreters.tiers import SANDBOX
 
 PLAN_SANDBOXES, PLAN_CREATIONS_PER_SECOND = 20, 1.0  # the most of E2B's free plan
 CREATE_SECONDS = 60.0  # E2B needs about one
@@ -224,12 +225,12 @@ def _sdk(is_debug: bool) -> Any:
 
 
 def _start_text(limits: dict[str, Any]) -> str:
-    """The text that starts our server in a sandbox: its standard-library part of this package."""
-    folder = Path(__file__).parent
+    """The text that starts our server in a sandbox: what needs the standard library only of our packages."""
     limits = {name: value for name, value in limits.items() if name != "timeout_seconds"}
     names = ("base", "tiers", "server", "self_test")
-    paths = [*(folder / f"{name}.py" for name in names), *(folder / "sandbox").glob("*.py")]
-    files = {f"torl_trl/interpreters/{path.relative_to(folder)}": path.read_text(encoding="utf-8") for path in paths}
+    paths = {f"torl_trl/interpreters/{name}.py": Path(__file__).with_name(f"{name}.py") for name in names}
+    paths |= {f"torl_sandbox/{path.name}": path for path in SANDBOX.glob("*.py")}
+    files = {place: path.read_text(encoding="utf-8") for place, path in paths.items()}
     files |= {"torl_trl/__init__.py": "", "torl_trl/interpreters/__init__.py": ""}
-    kernel = (folder / "sandbox" / "kernel.py").read_text(encoding="utf-8")
+    kernel = (SANDBOX / "kernel.py").read_text(encoding="utf-8")
     return f"{kernel}\n\nstart({files!a}, {limits!a})\n"

@@ -1,6 +1,6 @@
 """The embedded interpreter: programs run on this machine, isolated, in processes forked from a warm one.
 
-A fork server (sandbox/fork_server.py) has imported numpy, sympy and scipy once and forks a child for every call, in
+A fork server (torl_sandbox/fork_server) has imported numpy, sympy and scipy once and forks a child for every call, in
 the best tier of isolation that works here (tiers.py); a self-test decides, not a version number. Every program has no
 variables of our environment, an empty folder that is deleted afterwards, no input, and limits on wall time, CPU time,
 memory, file size, processes, open files and printed text. When it ends, for whatever reason, all that it started is

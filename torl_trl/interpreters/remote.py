@@ -1,6 +1,6 @@
 """What the backends that run programs at a remote service have in common.
 
-A service is sent the text of `sandbox/supervise.py` with the program in it, which starts a fresh Python without the
+A service is sent the text of `torl_sandbox/supervise` with the program in it, which starts a fresh Python without the
 service's environment, keeps the limits, ends all that the program started, and prints the result as one line. So a
 result is the same from every service, whatever it does with output, time and leftovers.
 """
@@ -25,11 +25,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from torl_trl.interpreters import base
 from torl_trl.interpreters.base import ExecutionResult, InterpreterClosed, InterpreterError
+from torl_trl.interpreters.tiers import SANDBOX
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def ranks() -> int:
 
 @lru_cache
 def _source(name: str) -> str:
-    return (Path(__file__).parent / "sandbox" / name).read_text(encoding="utf-8")
+    return (SANDBOX / name).read_text(encoding="utf-8")
 
 
 def new_mark() -> str:

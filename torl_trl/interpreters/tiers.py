@@ -15,7 +15,10 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 
-SANDBOX = Path(__file__).parent / "sandbox"
+import torl_sandbox
+
+SANDBOX = Path(torl_sandbox.__file__).parent
+"""The programs that run beside the model's; started or sent by path, so that they need nothing of this package."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/fonts")
 SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random", "/dev/zero")
