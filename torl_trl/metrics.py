@@ -21,6 +21,7 @@ from torl_trl import prompts
 from torl_trl.interpreters.base import ExecutionStatus
 from torl_trl.progress import RolloutStats
 from torl_trl.rollout import Rollout, StopReason, ToolCall
+from torl_trl.sentinels import SENTINELS, find_sentinels
 
 CALL_STATUSES = (*(str(status) for status in ExecutionStatus), "malformed", "interpreter_failed")
 """Every value of `ToolCall.status`."""
@@ -46,6 +47,7 @@ METRIC_NAMES: tuple[str, ...] = (
     "tools/queue_seconds_mean",
     *(f"{_COUNT_PREFIX}{status}" for status in CALL_STATUSES),
     *(f"stop/{reason}" for reason in StopReason),
+    *(f"sentinel/{name}" for name in SENTINELS),
 )
 """Every metric, in the one order that all ranks use; an empty one is there with denominator 0."""
 
@@ -129,6 +131,8 @@ def _measure(rollout: Rollout) -> dict[str, Ratio]:
     if rollout.verdict is None:
         raise ValueError(f"Rollout {rollout.index} has no verdict: grade it before it is measured.")
     correct = bool(rollout.verdict.correct)
+    tripped = find_sentinels(rollout)
+    measured |= {f"sentinel/{name}": Ratio(name in tripped, 1) for name in SENTINELS}
     return measured | {
         "accuracy": Ratio(correct, 1),
         f"tools/accuracy_{'with' if executed else 'without'}_code": Ratio(correct, 1),

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from torl_trl.rollout import Rollout, ToolCall
 from torl_trl.run_folder import ROLLOUTS_NAME
+from torl_trl.sentinels import find_sentinels
 
 SCHEMA_VERSION = 1
 """Raised when a column changes its name, type or meaning; a new column alone does not raise it."""
@@ -61,6 +62,7 @@ SCHEMA = pa.schema(
         ("extracted", pa.string()),
         ("advantage", pa.float64()),
         ("stop_reason", pa.string()),
+        ("sentinels", pa.list_(pa.string())),  # those it tripped
         ("engine", pa.string()),
         ("seed", pa.int64()),
     ],
@@ -94,6 +96,7 @@ def rollout_row(
         "extracted": None if verdict is None or verdict.extracted is None else str(verdict.extracted),
         "advantage": _number(advantage),
         "stop_reason": None if rollout.stop_reason is None else str(rollout.stop_reason),
+        "sentinels": find_sentinels(rollout),
     }
     if full:
         row |= {
