@@ -9,17 +9,19 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torl_trl.grading import Grader, GraderError, check_solution, grade
-from torl_trl.grading.equivalence import compare_texts, is_too_large, normalize, strip_delimiters
+from torl_trl.grading import Grader, GraderError, grade
+from torl_trl.grading.equivalence import compare_texts, is_too_large
 from torl_trl.grading.extraction import drop_fences, extract_answer, last_boxed
+from torl_trl.grading.normal import normalize
 
-EVALUATES_FOR_EVER = r"9^{(10-1)^{(10-1)}}"  # the guard does not see through the differences
-NEEDS_ALGEBRA = (r"\boxed{\frac{1}{2}}", "0.5")
+EVALUATES_FOR_EVER = r"\sum_{k=1}^{9999} k^k"  # the guard lets it pass
+NEEDS_ALGEBRA = (r"\boxed{\sqrt{12}}", r"2\sqrt{3}")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def worker_pids(grader: Grader) -> list[int]:
     ("text", "answer"),
     [
         (r"so \boxed{42}.", "42"),
-        (r"\boxed{1} and \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed {  7 }", "7"),
         (r"\\boxed{8}", "8"),
@@ -51,8 +53,8 @@ def worker_pids(grader: Grader) -> list[int]:
         (r"\boxed{3} then \boxed{4", "3"),
         (r"\boxed{\boxed{6}}", "6"),
         (r"\boxed{}", ""),
-        (r"\boxed 5", None),
-        (r"\fbox{5}", None),
+        (r"\boxed 5", "5"),
+        (r"\fbox{5}", "5"),
         (r"the answer is $5$", None),
         (r"\boxed{5", None),
         ("", None),
@@ -167,11 +169,11 @@ def test_typography_is_no_difference_and_needs_no_algebra(solution, answer):
     ("solution", "answer", "reason"),
     [
         ("42", "41", "different"),
-        ("12", "1 2", None),
+        ("12", "1 2", "different"),
         ("x", "X", None),
         (r"\text{east}", r"\text{seat}", "different"),  # an anagram: the same product of letters for math-verify
         ("5", "1" * 401, "too_long"),
-        ("5", "$ $", None),
+        ("5", "$ $", "different"),
     ],
 )
 def test_texts_that_differ_are_wrong_or_go_on_to_algebra(solution, answer, reason):
@@ -208,19 +210,6 @@ def test_normalizing_is_total_and_a_text_is_never_unequal_to_itself(text):
 def test_math_verify_reads_both_sides_in_a_box(grader, solution, answer, correct):
     verdict = grader.submit([f"\\boxed{{{answer}}}"], solution).result()
     assert (verdict.correct, verdict.extracted) == (correct, answer)
-
-
-def test_public_cases_stay_above_the_measured_pass_rate_without_a_false_positive(grader, shared):
-    lines = (shared / "cases" / "verify_cases.jsonl").read_text(encoding="utf-8").splitlines()
-    cases = [json.loads(line) for line in lines]
-    pending = [
-        (case, grader.submit([f"\\boxed{{{strip_delimiters(case['prediction'])}}}"], case["gold"])) for case in cases
-    ]
-    verdicts = [(case, future.result()) for case, future in pending]
-    accepted = [case["id"] for case, verdict in verdicts if verdict.correct and not case["expected"]]
-    right = sum(verdict.correct == case["expected"] for case, verdict in verdicts)
-    assert accepted == []
-    assert right >= 0.82 * len(cases)  # measured: 241 of 291; most others are sentences, which no one puts in a box
 
 
 def test_solutions_are_right_for_themselves(grader, shared):
@@ -299,7 +288,7 @@ def test_an_answer_without_end_is_wrong_in_bounded_time_and_the_next_one_is_grad
     with Grader(timeout_seconds=3.0) as grader:
         assert grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result().correct
         started = time.perf_counter()
-        verdict = grader.submit([f"\\boxed{{{EVALUATES_FOR_EVER}}}"], "5").result()
+        verdict = grader.submit([f"\\boxed{{{EVALUATES_FOR_EVER}}}"], r"2\sqrt{3}").result()
         assert (verdict.score, verdict.reason, grader.timeouts) == (-1.0, "timeout", 1)
         assert time.perf_counter() - started < 4.0
         assert grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result().correct
@@ -307,12 +296,12 @@ def test_an_answer_without_end_is_wrong_in_bounded_time_and_the_next_one_is_grad
 
 def test_the_answer_whose_text_is_endless_is_bounded():
     # Math-Verify issue 65: `str()` of this expression does not return. Hidden from the guard here.
-    answer = r"\dfrac{5^{(5^{((4+1)^{((4+1)^{(4+1)})})}-4)}-5}{16}"
+    answer = r"\dfrac{5^{(5^{((x/x+4)^{((x/x+4)^{(x/x+4)})})}-4)}-5}{16}"
     assert not is_too_large(answer)
     with Grader(timeout_seconds=3.0) as grader:
         grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result()
         started = time.perf_counter()
-        assert not grader.submit([f"\\boxed{{{answer}}}"], "5").result().correct
+        assert not grader.submit([f"\\boxed{{{answer}}}"], r"2\sqrt{3}").result().correct
         assert time.perf_counter() - started < 4.0
 
 
@@ -322,10 +311,10 @@ def test_a_worker_that_does_not_come_back_is_killed_and_replaced():
         (pid,) = worker_pids(grader)
         os.kill(pid, signal.SIGSTOP)  # like a C call that no signal handler of Python's can interrupt
         started = time.perf_counter()
-        verdict = grader.submit([r"\boxed{\frac{2}{4}}"], "0.5").result()
+        verdict = grader.submit([r"\boxed{\sqrt{27}}"], r"3\sqrt{3}").result()
         assert (verdict.score, verdict.reason, grader.timeouts) == (-1.0, "timeout", 1)
         assert time.perf_counter() - started < 4.0
-        assert grader.submit([r"\boxed{\frac{3}{6}}"], "0.5").result().correct
+        assert grader.submit([r"\boxed{\sqrt{48}}"], r"4\sqrt{3}").result().correct
         assert worker_pids(grader) != [pid] and grader.restarts == 0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -348,14 +337,14 @@ def test_an_answer_that_kills_two_workers_is_wrong_and_does_not_stop_the_others(
     stand_in.write_text(
         "#!/bin/sh\n"
         "echo '{\"ready\": true}'\n"
-        'while read line; do case "$line" in *frac*) kill -9 $$;; *) echo \'{"reason": "equal"}\';; esac; done\n'
+        'while read line; do case "$line" in *27*) kill -9 $$;; *) echo \'{"reason": "equal"}\';; esac; done\n'
     )
     stand_in.chmod(0o755)
     monkeypatch.setattr("torl_trl.grading.pool.sys.executable", str(stand_in))
     with Grader() as grader:
-        killer = grader.submit([r"\boxed{\frac{1}{2}}"], "0.5")
+        killer = grader.submit([r"\boxed{\sqrt{27}}"], r"3\sqrt{3}")
         assert (killer.result().score, killer.result().reason, grader.restarts) == (-1.0, "crashed", 2)
-        assert grader.submit([r"\boxed{\sqrt{4}}"], "2").result().correct
+        assert grader.submit([r"\boxed{\sqrt{12}}"], r"2\sqrt{3}").result().correct
 
 
 def test_workers_that_never_get_ready_are_an_error_and_never_a_wrong_answer(monkeypatch):
@@ -373,7 +362,9 @@ def test_grading_works_from_any_thread_and_in_parallel(grader):
     verdicts: dict[int, bool] = {}
 
     def work(index: int) -> None:
-        verdicts[index] = grader.submit([f"\\boxed{{\\frac{{{index}}}{{4}}}}"], str(index / 4)).result().correct
+        verdicts[index] = (
+            grader.submit([f"\\boxed{{{index}\\sqrt{{12}}}}"], f"{2 * index}\\sqrt{{3}}").result().correct
+        )
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(1, 9)]
     for thread in threads:
@@ -423,9 +414,27 @@ def test_the_worker_sees_little_of_the_environment_and_loads_no_torch(monkeypatc
 def test_one_text_is_graded_by_the_function():
     assert grade(f"```python\nx\n```\n```output\n1\n```\n so {NEEDS_ALGEBRA[0]}", NEEDS_ALGEBRA[1]).score == 1.0
     assert grade("no answer", "5").reason == "no_box"
-    assert check_solution(r"\div") == "unparsed"
     with pytest.raises(TypeError, match="one string per turn"):
         Grader().submit("text", "5")
+
+
+def test_a_script_without_a_main_guard_can_grade(tmp_path):
+    # With multiprocessing's spawn, each worker would run this script again.
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"from torl_trl.grading import grade\nprint(grade(r'{NEEDS_ALGEBRA[0]}', r'{NEEDS_ALGEBRA[1]}').score)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "1.0\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory limit holds on Linux only")
+def test_a_worker_has_a_memory_limit(grader):
+    grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result()
+    (pid,) = worker_pids(grader)
+    limits = Path(f"/proc/{pid}/limits").read_text(encoding="utf-8")
+    assert f"Max address space         {4 << 30}" in limits
 
 
 @pytest.mark.parametrize(("option", "value"), [("num_workers", 0), ("timeout_seconds", 0)])

@@ -1,27 +1,20 @@
-"""Grading: is the answer in a finished completion the known solution?
+r"""Grading: is the answer in a finished completion the known solution?
 
     grade(completion, solution)                      one text, in a script
     with Grader(num_workers=2) as grader:            many, in training
         verdict = grader.submit(rollout.model_texts, solution).result()
 
-The answer is the last balanced `\\boxed{}` outside fences (`extraction`). It is compared as text first
-(`equivalence`), then by math-verify in a killable process (`pool`, `worker`). Neither torch nor sympy is imported.
+The answer is the last balanced `\boxed{}` outside fences (`extraction`). It is compared as text (`normal`,
+`equivalence`), then by math-verify in a killable process (`pool`, `worker`). Neither torch nor sympy is imported.
 """
 
-import atexit
 import functools
 
 from torl_trl.grading.equivalence import Reason
-from torl_trl.grading.pool import DEFAULT_TIMEOUT_SECONDS, Grader, GraderError, Verdict
+from torl_trl.grading.pool import Grader, GraderError, Verdict
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "Grader", "GraderError", "Reason", "Verdict", "check_solution", "grade"]
-
-
-@functools.lru_cache(maxsize=1)
-def _shared_grader() -> Grader:
-    grader = Grader(num_workers=1)
-    atexit.register(grader.close)
-    return grader
+__all__ = ["Grader", "GraderError", "Reason", "Verdict", "grade"]
+_shared_grader = functools.cache(Grader)
 
 
 def grade(completion: str, solution: str) -> Verdict:
@@ -31,8 +24,3 @@ def grade(completion: str, solution: str) -> Verdict:
     cannot be told from the model's. With a `Rollout` at hand, submit its `model_texts`.
     """
     return _shared_grader().submit([completion], solution).result()
-
-
-def check_solution(solution: str) -> str | None:
-    """Say why a solution cannot be graded against (a `Reason`), or None."""
-    return _shared_grader().check_solution(solution).result()

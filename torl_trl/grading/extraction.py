@@ -1,4 +1,4 @@
-"""Which part of a completion is its answer: the last balanced `\\boxed{}` outside code and tool output.
+r"""Which part of a completion is its answer: the last balanced `\boxed{}` outside code, comments and tool output.
 
 Only what the model wrote itself may count, so callers pass its text turn by turn: spliced over an observation, a box
 that the tool closed or printed would become the model's. Everything here is linear in the length of the text.
@@ -7,11 +7,22 @@ that the tool closed or printed would become the model's. Everything here is lin
 import re
 from collections.abc import Sequence
 
-_FENCE = "```"
+_FENCE = re.compile(r"```|(?m:^[ \t]*~~~)")
 _INLINE = re.compile(r"```[^`\n]*```")
-_LINE_FENCE = re.compile(r"(?m)^[ \t]*```(python|output)?")
+_CLOSING = {mark: re.compile(rf"(?m)^[ \t]*{mark}(python|output)?") for mark in ("```", "~~~")}
+# Comments of HTML and LaTeX, which no reader sees, and code that was left without a fence.
+_UNREAD = re.compile(r"(?s:<!--.*?(?:-->|\Z))|(?m:^[ \t]*%.*$)|\bprint\(.*")
 # Backslashes before "boxed" may be doubled by a model that escapes; any other escaped character is no brace.
-_BRACES = re.compile(r"(?s)(\\+boxed[ \t]*\{)|\\.|([{}])")
+_BRACES = re.compile(
+    r"(?s)(\\{1,4}(?:boxed|fbox)\s*\{)"
+    r"|\\{1,4}(?:boxed|fbox)(?:[ \t]*([+-]?\d+(?:[.,/]\d+)*)|[ \t]+([A-Za-z])\b)"  # `\boxed 5`
+    r"|\\.|([{}])"
+)
+# What may stand between boxes that are one answer in parts; then a stream of guesses is a list, and no guess counts.
+_JOINER = re.compile(
+    r"(?:[\s$,;.&]|\\[\[\]()\\,;:! ]|\\q?quad\b|(?:\\text\{)?[A-Za-z() ]{0,40}\b(?:and|or)\b\s*\}?)*+"
+)
+_LONGEST_JOINER = 60
 
 
 def drop_fences(text: str) -> str:
@@ -21,42 +32,54 @@ def drop_fences(text: str) -> str:
     is dropped too. Three backticks closed on the same line are inline code.
     """
     kept, position = [], 0
-    while (start := text.find(_FENCE, position)) >= 0:
-        kept.append(text[position:start])
-        inline = _INLINE.match(text, start)
-        position = inline.end() if inline else _block_end(text, start)
+    while fence := _FENCE.search(text, position):
+        kept.append(text[position : fence.start()])
+        inline = _INLINE.match(text, fence.start())
+        position = inline.end() if inline else _block_end(text, fence.end(), fence.group().strip())
     kept.append(text[position:])
     return "\n".join(kept)
 
 
-def _block_end(text: str, start: int) -> int:
+def _block_end(text: str, start: int, mark: str) -> int:
     line_end = text.find("\n", start)
-    closing = _LINE_FENCE.search(text, line_end) if line_end >= 0 else None
+    closing = _CLOSING[mark].search(text, line_end) if line_end >= 0 else None
     while closing is not None and closing.group(1):
-        closing = _LINE_FENCE.search(text, closing.end())
+        closing = _CLOSING[mark].search(text, closing.end())
     return closing.end() if closing else len(text)
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what is inside the balanced `\\boxed{}` that opens last, stripped, or None if there is none."""
-    best: tuple[int, int] | None = None
-    opened: list[int] = []  # where the content of a box starts, or -1 for a plain brace
+    r"""Return what is inside the balanced `\boxed{}` that opens last, stripped, or None if there is none.
+
+    Boxes with nothing but a comma, a full stop, "and" or "or" between them are one answer, a list.
+    """
+    boxes: list[tuple[int, int, str]] = []  # where the command starts, where its box ends, the content
+    opened: list[re.Match[str] | None] = []  # None for a plain brace
     for match in _BRACES.finditer(text):
         if match.group(1):
-            opened.append(match.end())
-        elif match.group(2) == "{":
-            opened.append(-1)
-        elif match.group(2) == "}" and opened:
-            start = opened.pop()
-            if start >= 0 and (best is None or start > best[0]):
-                best = (start, match.start())
-    return text[best[0] : best[1]].strip() if best else None
+            opened.append(match)
+        elif match.group(4) == "{":
+            opened.append(None)
+        elif match.group(4) == "}" and opened:
+            if box := opened.pop():
+                boxes.append((box.start(), match.end(), text[box.end() : match.start()].strip()))
+        elif content := match.group(2) or match.group(3):
+            boxes.append((match.start(), match.end(), content))
+    if not boxes:
+        return None
+    boxes.sort()
+    start, _, content = boxes.pop()
+    parts = [content]
+    while boxes and 0 <= start - boxes[-1][1] <= _LONGEST_JOINER and _JOINER.fullmatch(text, boxes[-1][1], start):
+        start, _, content = boxes.pop()
+        parts.insert(0, content)
+    return ", ".join(dict.fromkeys(parts)) if all(parts) else ""
 
 
 def extract_answer(texts: Sequence[str], *, keep_fences: bool = False) -> str | None:
     """Return the answer: the last box of the last text that has one. `texts` holds one string per turn."""
     for text in reversed(texts):
-        answer = last_boxed(text if keep_fences else drop_fences(text))
+        answer = last_boxed(text if keep_fences else _UNREAD.sub("", drop_fences(text)))
         if answer is not None:
             return answer
     return None
