@@ -72,9 +72,7 @@ class GivenLengths(VLLMEngine):
 
     def step(self) -> list[FinishedTurn]:
         return [
-            replace(turn, finish_reason=FinishReason.EOS)
-            if turn.finish_reason == FinishReason.LENGTH
-            else turn
+            replace(turn, finish_reason=FinishReason.EOS) if turn.finish_reason == FinishReason.LENGTH else turn
             for turn in super().step()
         ]
 

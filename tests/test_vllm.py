@@ -1,5 +1,6 @@
 """The vLLM engine in this process, for real: the tiny recipe's model on vLLM for CPUs, in float32."""
 
+import itertools
 import random
 import time
 from types import SimpleNamespace
@@ -181,8 +182,7 @@ def test_500_rollouts_with_failures_time_outs_and_aborts_leave_nothing_behind(ll
     done: list[Rollout] = []
     config = RolloutConfig(max_tool_calls=3, max_completion_length=128, interpreter_retries=1)
     aborted = 0
-    while len(done) < 500:
-        patience = chance.choice([5, 20, 100, 100])
+    for patience in itertools.cycle([5, 20, 100, 40]):  # of batches of 60: three in four are aborted
         ended: list[Rollout] = []
 
         def on_finished(rollout: Rollout, ended=ended, patience=patience) -> None:
@@ -202,8 +202,10 @@ def test_500_rollouts_with_failures_time_outs_and_aborts_leave_nothing_behind(ll
             text = tokenizer.decode(rollout.completion_ids)
             assert text.removesuffix(tokenizer.eos_token) == rollout.completion
         done += ended
+        if len(done) >= 500:
+            break
     reasons = {rollout.stop_reason for rollout in done}
-    assert aborted > 2 and reasons >= {StopReason.EOS, StopReason.LENGTH, StopReason.INTERPRETER_FAILED}
+    assert aborted > 8 and reasons >= {StopReason.EOS, StopReason.LENGTH, StopReason.INTERPRETER_FAILED}
 
 
 def test_grading_runs_while_others_still_generate(engine, tokenizer, prompts, interpreter):
