@@ -126,7 +126,7 @@ def answer_request(solution: str, answer: str | None, soft_seconds: float) -> Re
         gold = normalize(solution)
         if answer is None:
             return good if is_readable(gold) else bad
-        # Half of it, and more only where the solution itself is slow: a few answers that hang must not hold up the rest.
+        # Half of it, and more only where the solution itself is slow: hanging answers must not hold up the rest.
         seconds = min(soft_seconds, 0.5 * soft_seconds + 5 * seconds_to_read(gold))
         signal.setitimer(signal.ITIMER_PROF, seconds, 0.1)
         return good if same(gold, normalize(answer), algebra) else bad
