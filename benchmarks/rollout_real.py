@@ -88,12 +88,17 @@ class Rounds:
     mode = "rounds"
 
     def __init__(self, engine: VLLMEngine):
-        self.add, self.abort, self._engine = engine.add, engine.abort, engine
+        self.abort, self._engine, self._running = engine.abort, engine, 0
+
+    def add(self, request: TurnRequest) -> None:
+        self._engine.add(request)
+        self._running += 1
 
     def step(self) -> list[FinishedTurn]:
         finished: list[FinishedTurn] = []
-        while self._engine.has_requests:
+        while len(finished) < self._running:
             finished += self._engine.step()
+        self._running = 0
         return finished
 
 

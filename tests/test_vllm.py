@@ -254,7 +254,9 @@ def test_sleeping_vllm_is_woken_once_for_a_phase_and_gets_its_weights_again():
         trl._llm_weights_sleeping = False
 
     trl.sync_weights = sync_weights
-    generation = ColocatedVLLM(SimpleNamespace(vllm_generation=trl, eos_token_ids=[0]))
+    generation = ColocatedVLLM(
+        SimpleNamespace(vllm_generation=trl, eos_token_ids=[0], train_dataset=None, eval_dataset=None)
+    )
     with generation.engine(Sampling()):  # TRL has pushed the weights of this step
         calls.append("rollouts")
     with pytest.raises(RuntimeError), generation.engine(Sampling()):  # an evaluation in the same step, which fails
@@ -262,3 +264,63 @@ def test_sleeping_vllm_is_woken_once_for_a_phase_and_gets_its_weights_again():
         raise RuntimeError
     phase = ["wake kv_cache", "rollouts", "sleep 2"]
     assert calls == [*phase, "push", *phase] and trl._llm_weights_sleeping
+
+
+def served(**options):
+    from torl_trl.config import ToRLConfig
+
+    return ToRLConfig(use_cpu=True, bf16=False, num_generations=8, use_vllm=True, vllm_mode="server", **options)
+
+
+def test_a_server_that_nobody_started_is_one_sentence():
+    from torl_trl.generation import vllm_for_trl
+
+    args = served(vllm_server_base_url="http://127.0.0.1:9", vllm_server_timeout=0.0)
+    words = r"^No vLLM server answers at http://127.0.0.1:9 .*: start it with"
+    with pytest.raises(EngineError, match=words), vllm_for_trl(args):
+        raise AssertionError
+
+
+def test_what_trl_misses_for_a_weight_push_is_one_sentence(monkeypatch):
+    from torl_trl import generation
+    from torl_trl.errors import UserError
+
+    monkeypatch.setattr(generation, "wait_for_server", lambda url, seconds: None)
+    args = served(vllm_server_base_url="http://a:1,http://b:2")
+    words = r"Weights cannot be pushed to the server\. The server has no weight-transfer"
+    with pytest.raises(UserError, match=words), generation.vllm_for_trl(args):
+        assert args.vllm_server_base_url == "http://a:1"
+        raise RuntimeError("The server has no weight-transfer engine.")
+    assert args.vllm_server_base_url == "http://a:1,http://b:2"
+
+
+def test_a_server_that_is_gone_when_weights_come_is_one_sentence(monkeypatch):
+    import requests
+
+    from torl_trl import generation
+
+    def dead() -> None:
+        raise requests.exceptions.ConnectionError("refused")
+
+    trl = SimpleNamespace(vllm_client="client", sync_weights=dead)
+    generation._push_to_all(trl, ["http://127.0.0.1:9"], SimpleNamespace(is_main_process=True))
+    with pytest.raises(EngineError, match=r"No vLLM server answers at http://127.0.0.1:9"):
+        trl.sync_weights()
+    monkeypatch.setattr(generation, "wait_for_server", lambda url, seconds: None)
+    with pytest.raises(EngineError, match=r"http://127.0.0.1:9 failed while it took the weights .*refused"):
+        trl.sync_weights()
+
+
+def test_a_prompt_that_can_never_fit_is_found_before_training():
+    from torl_trl.errors import UserError
+    from torl_trl.generation import _check_context
+
+    trainer = SimpleNamespace(
+        train_dataset={"prompt": ["a", "a b c"]},
+        eval_dataset=None,
+        processing_class=lambda text: {"input_ids": [t.split() for t in text]},
+        args=SimpleNamespace(max_completion_length=10),
+    )
+    _check_context(trainer, 13)
+    with pytest.raises(UserError, match=r"longest prompt has 3 tokens.* vLLM's context of 12"):
+        _check_context(trainer, 12)

@@ -148,11 +148,19 @@ class ToRLConfig(GRPOConfig):
 
     def server_urls(self) -> list[str]:
         """The vLLM servers: `vllm_server_base_url` holds one or several, separated by commas."""
-        if not self.vllm_server_base_url:
-            return [f"http://{self.vllm_server_host}:{self.vllm_server_port}"]
-        return [url.strip().rstrip("/") for url in self.vllm_server_base_url.split(",")]
+        given = self.vllm_server_base_url or f"http://{self.vllm_server_host}:{self.vllm_server_port}"
+        return [url.strip().rstrip("/").removesuffix("/v1") for url in given.split(",")]
 
     def _check_vllm(self) -> None:
+        if self.vllm_mode not in ("colocate", "server"):
+            raise UserError(f"vllm_mode is {self.vllm_mode!r}: choose colocate or server.")
+        urls = self.server_urls()
+        if len(set(urls)) < len(urls) or not all(url.startswith(("http://", "https://")) for url in urls):
+            raise UserError(
+                f"vllm_server_base_url is {self.vllm_server_base_url!r}: give different URLs, such as http://host:8000."
+            )
+        if self.vllm_enable_sleep_mode and self.use_cpu:
+            raise UserError("vllm_enable_sleep_mode is true with use_cpu, where vLLM cannot sleep: set it to false.")
         if self.vllm_tensor_parallel_size > 1 and self.vllm_mode == "colocate":
             raise UserError(
                 f"vllm_tensor_parallel_size is {self.vllm_tensor_parallel_size} with vllm_mode: colocate, whose ranks "
@@ -160,14 +168,12 @@ class ToRLConfig(GRPOConfig):
             )
         if self.generation_dtype:
             raise UserError(f"generation_dtype is {self.generation_dtype!r}, which vLLM ignores: remove it.")
-        truncated = self.top_p < 1 or self.top_k or self.min_p
-        if truncated and self.vllm_importance_sampling_correction:
+        changed = self.top_p < 1 or self.top_k or self.min_p or self.repetition_penalty != 1
+        if changed and self.vllm_importance_sampling_correction:
             logger.warning(
-                "top_p %s, top_k %s, min_p %s cut the distribution that vLLM samples from and the trainer's is whole: "
-                "the ratios of vllm_importance_sampling_correction are biased.",
-                self.top_p,
-                self.top_k,
-                self.min_p,
+                "vLLM samples with top_p %s, top_k %s, min_p %s and repetition_penalty %s, of which the trainer knows "
+                "nothing: the ratios of vllm_importance_sampling_correction are biased.",
+                *(self.top_p, self.top_k, self.min_p, self.repetition_penalty),
             )
 
     def _check_ranges(self) -> None:

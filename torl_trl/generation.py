@@ -5,7 +5,6 @@ generation gives its engine for the time of one rollout phase.
 """
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+import requests
 import torch
 from transformers import PreTrainedModel
 from trl.generation import vllm_generation
@@ -20,10 +20,10 @@ from trl.generation.vllm_client import VLLMClient
 from trl.models import unwrap_model_for_generation
 
 from torl_trl.config import ToRLConfig
-from torl_trl.engines.base import Engine, Sampling
+from torl_trl.engines.base import Engine, EngineError, Sampling
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.engines.vllm import VLLMEngine, keep_plain_weights
-from torl_trl.engines.vllm_server import VLLMServerEngine
+from torl_trl.engines.vllm_server import VLLMServerEngine, wait_for_server
 from torl_trl.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,6 +124,7 @@ class ColocatedVLLM:
 
     def __init__(self, trainer: "ToRLTrainer"):
         self._trl = trainer.vllm_generation
+        _check_context(trainer, self._trl.llm.llm_engine.model_config.max_model_len)
         self._engine = VLLMEngine(self._trl.llm, Sampling(), eos_token_ids=list(trainer.eos_token_ids))
 
     @contextlib.contextmanager
@@ -143,6 +144,18 @@ class ColocatedVLLM:
                 self._trl._llm_weights_sleeping = True
 
 
+def _check_context(trainer: "ToRLTrainer", context: int) -> None:
+    """A prompt that does not fit with its completion would end the run when it comes up, hours later."""
+    for dataset in filter(None, (trainer.train_dataset, trainer.eval_dataset)):
+        longest = max(map(len, trainer.processing_class(text=list(dataset["prompt"]))["input_ids"]))
+        if longest + trainer.args.max_completion_length > context:
+            raise UserError(
+                f"The longest prompt has {longest} tokens, which with max_completion_length: "
+                f"{trainer.args.max_completion_length} is more than vLLM's context of {context}: lower "
+                "max_completion_length or max_prompt_length, or raise vllm_max_model_length."
+            )
+
+
 class ServedVLLM:
     """vLLM servers on other devices (vllm_mode: server); every rank talks to them itself."""
 
@@ -151,8 +164,7 @@ class ServedVLLM:
     def __init__(self, trainer: "ToRLTrainer"):
         self._wait_for_everyone = trainer.accelerator.wait_for_everyone
         urls = trainer.args.server_urls()
-        if len(urls) > 1:
-            _push_to_all(trainer.vllm_generation, urls, trainer.accelerator)
+        _push_to_all(trainer.vllm_generation, urls, trainer.accelerator)
         self._engine = VLLMServerEngine(urls, Sampling(), eos_token_ids=list(trainer.eos_token_ids))
 
     @contextlib.contextmanager
@@ -163,7 +175,10 @@ class ServedVLLM:
 
 
 def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerator) -> None:
-    """Let TRL's weight push, which serves one server, go to each in turn. Collective: all ranks walk the weights."""
+    """Let TRL's weight push, which serves one server, go to each in turn. Collective: all ranks walk the weights.
+
+    TRL waits for a server that is gone for a minute and for a frozen one for ever, so each is asked first.
+    """
     clients: list[VLLMClient | None] = [None] * len(urls)
     if accelerator.is_main_process:
         clients = [trl.vllm_client]
@@ -174,9 +189,17 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
     push = trl.sync_weights
 
     def push_to_each() -> None:
-        for client in clients:
+        for url in urls:
+            wait_for_server(url, 0.0)
+        for url, client in zip(urls, clients, strict=True):
             trl.vllm_client = client
-            push()
+            try:
+                push()
+            except requests.exceptions.RequestException as error:
+                raise EngineError(
+                    f"The vLLM server at {url} failed while it took the weights ({error}): read its log, start it "
+                    "again and resume the run."
+                ) from error
 
     trl.sync_weights = push_to_each
 
@@ -185,8 +208,8 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
 def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
     """Around `GRPOTrainer.__init__`, which makes the vLLM objects: what its options do not cover.
 
-    TRL takes one server. On a CPU its `LLM` has to keep its weights plain, to be float32 (vLLM would choose bfloat16,
-    which the trainer does not match), and to prefill a request in one step (a seeded one in parts fails there).
+    TRL takes one server, and waits for ever where something else answers. On a CPU its `LLM` has to keep its weights
+    plain, to be float32 (vLLM would choose bfloat16), and to prefill a request at once (a seeded one fails in parts).
     """
     if not args.use_vllm:
         yield
@@ -195,17 +218,20 @@ def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
         raise UserError("use_vllm is true and there is no vllm: install requirements.txt, or set use_vllm: false.")
     llm, urls = vllm_generation.LLM, args.vllm_server_base_url
     if args.vllm_mode == "server":
+        for url in args.server_urls():
+            wait_for_server(url, args.vllm_server_timeout)
         args.vllm_server_base_url = args.server_urls()[0]
     elif args.use_cpu or not torch.accelerator.is_available():
         keep_plain_weights()
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's default is half of the memory
-        vllm_generation.LLM = functools.partial(llm, dtype="float32", enforce_eager=True, enable_chunked_prefill=False)
+        on_cpu = {"dtype": "float32", "enforce_eager": True}
+        on_cpu |= {"enable_chunked_prefill": False, "max_num_batched_tokens": None}  # None: as many as the context
+        vllm_generation.LLM = lambda **options: llm(**options | on_cpu)
     try:
         yield
-    except ConnectionError as error:
-        raise UserError(
-            f"No vLLM server answered at {args.vllm_server_base_url} within vllm_server_timeout: "
-            f"{args.vllm_server_timeout} s: start it (README, vLLM), or correct vllm_server_base_url."
-        ) from error
+    except RuntimeError as error:
+        if args.vllm_mode == "server" and "weight" in str(error).lower():  # TRL's words on what a push needs
+            raise UserError(f"Weights cannot be pushed to the server. {error}") from error
+        raise
     finally:
         vllm_generation.LLM, args.vllm_server_base_url = llm, urls

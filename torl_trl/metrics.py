@@ -80,7 +80,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Ratio]:
 def stats_metrics(stats: RolloutStats) -> dict[str, Ratio]:
     """Where the time of a rollout phase went, seconds per phase and rank, and how well the engine was used.
 
-    `rollout/engine_idle_share`: of the phase, the engine had nothing to do or waited for the loop.
+    `rollout/engine_idle_share`: of the phase, outside the engine: it had nothing to do or, in process, waited for us.
     `rollout/tool_wait_share`: of the life of a rollout, it waited for its calls.
     `rollout/prefill_recomputed_tokens`: per rollout, known prefix that was computed again after a call.
     """

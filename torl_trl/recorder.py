@@ -24,7 +24,7 @@ class Recorder:
         self._sums: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
         self._rows: list[dict[str, Any]] = []  # of the step or evaluation in `_rows_of`, on the main process
         self._rows_of: tuple[str, int] | None = None
-        self._completions = 0  # of the step or evaluation so far, on all ranks
+        self._completions = 0  # of it so far, on all ranks
 
     def first_place(self, mode: str, step: int, count: int) -> int:
         """Where this rank's next `count` rollouts stand among those of the step, over all ranks."""

@@ -232,6 +232,8 @@ class ToRLTrainer(GRPOTrainer):
         if mode == "train" and self._training_seconds.denominator:
             self._recorder.add(mode, "time/training", self._training_seconds)
             self._training_seconds = Ratio()
+        for name in [name for name in self._metrics["eval"] if name.startswith("sampling/")]:
+            del self._metrics["eval"][name]  # vLLM's logprobs are at the evaluation's temperature, TRL's own are not
         values = self._recorder.take_values(mode)
         if "reward" in values:  # TRL's is a mean of batch means, in which a short last batch weighs too much
             self._metrics[mode]["reward"] = [values.pop("reward")]

@@ -47,10 +47,6 @@ class VLLMEngine:
         self._engine.add_request(request_id, {"prompt_token_ids": request.token_ids}, self._params(request))
         self._rollouts[request_id] = request.rollout_id
 
-    @property
-    def has_requests(self) -> bool:
-        return bool(self._rollouts)
-
     def step(self) -> list[FinishedTurn]:
         """One step of the scheduler: a token for every running sequence, or a stretch of prefill."""
         outputs = [output for output in self._engine.step() if output.finished]
@@ -93,12 +89,12 @@ def _finished_turn(output: "RequestOutput", rollout_id: int) -> FinishedTurn:
         rollout_id,
         token_ids,
         logprobs,
-        finish_reason(completion.finish_reason, completion.stop_reason),
+        _finish_reason(completion.finish_reason, completion.stop_reason),
         cached_tokens=output.num_cached_tokens or 0,
     )
 
 
-def finish_reason(reason: str | None, stop_reason: int | str | None) -> FinishReason:
+def _finish_reason(reason: str | None, stop_reason: int | str | None) -> FinishReason:
     """What vLLM's two reasons mean; a stop at a token id, or at none, is the end of the text."""
     if reason == "length":
         return FinishReason.LENGTH
@@ -110,10 +106,9 @@ def finish_reason(reason: str | None, stop_reason: int | str | None) -> FinishRe
 def keep_plain_weights() -> None:
     """Keep vLLM's weights on a CPU as they are loaded, so that new ones can be written over them.
 
-    vLLM for CPUs packs weights for its kernels when it loads a model. What is loaded later does not reach the packed
-    head of a model with tied embeddings, and TRL's `sync_weights` fails on the packed layers. This replaces packing by
-    vLLM's own fallback, a plain linear layer. It must run in the process of the engine, before the engine is made. On
-    other devices nothing is packed.
+    vLLM for CPUs packs weights for its kernels when it loads a model: TRL's `sync_weights` fails on packed layers, and
+    the packed head of a model with tied embeddings would stay as it was. This takes vLLM's own fallback, plain linear
+    layers. It must run in the process of the engine, before that is made. On other devices nothing is packed.
     """
     import vllm
     from vllm.model_executor.layers import utils

@@ -39,7 +39,7 @@ _PROBE_PAUSE_SECONDS = 3.0
 _CHECK_SECONDS = 60.0  # the one token of `check_server` may have to queue
 _LONGEST_PAUSE_SECONDS = 4.0
 _WARN_SECONDS = 10.0  # between two warnings, however much fails
-_START_IT = "start it with `vllm serve MODEL --logprobs-mode processed_logprobs`"
+_START_IT = "start it with the command of the README, which has --logprobs-mode processed_logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,19 @@ def check_server(url: str, api_key: str | None = None) -> str:
     if _read_turn(0, _accept(answer, url), url).logprobs[0] < -1e-3:  # of a token that had no alternative
         raise EngineError(f"The vLLM server at {url} returns logprobs from before temperature and top_k: {_START_IT}.")
     return model
+
+
+def wait_for_server(url: str, seconds: float) -> None:
+    """`check_server`, again while nothing answers at `url` and `seconds` are not over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            check_server(url)
+            return
+        except EngineError as error:
+            if not isinstance(error.__cause__, httpx.TransportError) or time.monotonic() > deadline:
+                raise
+            time.sleep(2.0)
 
 
 class VLLMServerEngine(AbstractContextManager):
@@ -170,12 +183,13 @@ class VLLMServerEngine(AbstractContextManager):
         task.add_done_callback(self._settle)
 
     def _settle(self, task: asyncio.Task) -> None:
+        is_watch = task in self._watches
         self._turns.discard(task)
         self._watches.discard(task)
         if not self._turns:
             for watch in self._watches:
                 watch.cancel()
-        if not task.cancelled():
+        if not task.cancelled() and (self._turns or not is_watch):  # without turns a watch has nothing to say
             self._finished.put(task.exception() or task.result())
 
     async def _cancel_all(self) -> None:
