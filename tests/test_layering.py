@@ -43,6 +43,24 @@ def test_modules_stay_small():
     assert sum(lines.values()) < 6000
 
 
+FOUND_WITHOUT_EXTRAS = {
+    *("torch", "trl", "transformers", "accelerate", "datasets", "httpx", "math_verify", "pyarrow", "numpy", "sympy"),
+    *("datasketch", "latex2sympy2_extended", "tqdm", "yaml"),  # the last three come with math-verify and transformers
+    *("torl_trl", "torl_sandbox"),
+}
+"""What requirements/base.txt brings: the demo has nothing else."""
+
+
+def test_what_is_imported_at_once_is_there_without_extras():
+    """vllm, requests, e2b, peft and trackers are imported where they are used: `make demo` does not install them."""
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+        roots = {name.split(".")[0] for name in names}
+        assert roots <= FOUND_WITHOUT_EXTRAS | set(sys.stdlib_module_names), path
+
+
 def test_what_runs_beside_hostile_programs_needs_the_standard_library_only():
     sandbox = Path(torl_sandbox.__file__).parent
     own = {path.stem for path in sandbox.glob("*.py")}

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-import requests
 import torch
 from transformers import PreTrainedModel
 from trl.generation import vllm_generation
@@ -186,6 +185,8 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
             client = VLLMClient(url, group_port=trl.group_port + number, connection_timeout=trl.server_timeout)
             client.init_communicator(device=accelerator.device)
             clients.append(client)
+    from requests.exceptions import RequestException  # TRL's client needs it, vLLM brings it
+
     push = trl.sync_weights
 
     def push_to_each() -> None:
@@ -195,7 +196,7 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
             trl.vllm_client = client
             try:
                 push()
-            except requests.exceptions.RequestException as error:
+            except RequestException as error:
                 raise EngineError(
                     f"The vLLM server at {url} failed while it took the weights ({error}): read its log, start it "
                     "again and resume the run."
