@@ -242,9 +242,8 @@ class _Loop:
         rollout.env_mask += [1] * len(turn.token_ids)
         self.stats.sampled_tokens += len(turn.token_ids)
         self.stats.recomputed_tokens += max(0, self.computed.get(rollout.index, 0) - turn.cached_tokens)
-        self.computed[rollout.index] = (
-            len(rollout.prompt_ids) + len(rollout.completion_ids) - 1
-        )  # not the last sampled
+        # The last sampled token has not been through the model yet.
+        self.computed[rollout.index] = len(rollout.prompt_ids) + len(rollout.completion_ids) - 1
         if turn.finish_reason == FinishReason.EOS:
             self.finish(rollout, StopReason.EOS)
             return
