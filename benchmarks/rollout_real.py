@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from torl_trl.data import read_rows
 from torl_trl.engines.base import FinishedTurn, FinishReason, Sampling, TurnRequest
-from torl_trl.engines.vllm import VLLMEngine, keep_plain_weights
+from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine, keep_plain_weights
 from torl_trl.interpreters import get_interpreter
 from torl_trl.interpreters.base import ExecutionResult, Interpreter
 from torl_trl.progress import RolloutStats
@@ -123,11 +123,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
 
     llm = LLM(
         str(TINY / "base"),
-        dtype="float32",
-        enforce_eager=True,
         max_num_seqs=options.rollouts,
         logprobs_mode="processed_logprobs",
-        enable_chunked_prefill=False,
+        **CPU_OPTIONS,
     )
     tokenizer = llm.get_tokenizer()
     rows = read_rows(str(TINY / "eval.jsonl"))

@@ -18,7 +18,18 @@ import datasets
 import pyarrow
 import pyarrow.parquet as pq
 
-from torl_trl.data import READERS, SOURCE_COLUMNS, DataError, Row, problem_id, read_file, solution_text
+from torl_trl.data import (
+    READERS,
+    SOURCE_COLUMNS,
+    DataError,
+    Row,
+    first_line,
+    ground_truth,
+    problem_id,
+    read_file,
+    solution_text,
+    user_message,
+)
 from torl_trl.grading.extraction import last_boxed
 
 SOURCES = {
@@ -117,10 +128,9 @@ def open_source(source: Source, extra_columns: set[str]) -> tuple[str, Iterator[
     try:
         data = datasets.load_dataset(source.place, source.subset, split=source.split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(
-            f"Source {source.title()!r} is no local file, and the Hub did not give it ({reason}): check the name, the "
-            f"split and the network, or give a file as {source.name}=PATH."
+            f"Source {source.title()!r} is no local file, and the Hub did not give it ({first_line(error)}): "
+            f"check the name, the split and the network, or give a file as {source.name}=PATH."
         ) from error
     data = data.select_columns([column for column in data.column_names if column in _READ | extra_columns])
     return data._fingerprint, iter(data)
@@ -152,17 +162,16 @@ def _stream(file: Path, columns: set[str]) -> Iterator[Row]:
 def problem_of(row: Row, column: str | None) -> str | None:
     """Return the problem's text: `column`, a usual column, or the last user message of a chat (verl's schema)."""
     value = next((row[name] for name in (column, *PROBLEM_COLUMNS) if row.get(name)), None)
-    messages = row.get("prompt")
-    if value is None and isinstance(messages, list):
-        value = next((part.get("content") for part in reversed(messages) if part.get("role") == "user"), None)
+    if value is None:
+        value = user_message(row.get("prompt"))
     return value if isinstance(value, str) and value.strip() else None
 
 
 def answer_of(row: Row, column: str | None) -> str | None:
     """Return the one known answer as text: `column`, a usual column, verl's ground truth, or the solution's box."""
     value: Any = next((row[name] for name in (column, *ANSWER_COLUMNS) if row.get(name) is not None), None)
-    if value is None and isinstance(row.get("reward_model"), dict):
-        value = row["reward_model"].get("ground_truth")
+    if value is None:
+        value = ground_truth(row.get("reward_model"))
     if value is None and isinstance(row.get(SOLUTION_COLUMN), str):
         value = last_boxed(row[SOLUTION_COLUMN])
     text = solution_text(value)

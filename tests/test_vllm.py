@@ -21,7 +21,7 @@ from torl_trl.rollout import Rollout, RolloutConfig, StopReason, run_rollouts
 
 vllm = pytest.importorskip("vllm", reason="needs vllm: make test VLLM=1 installs it")
 
-from torl_trl.engines.vllm import VLLMEngine, keep_plain_weights  # noqa: E402
+from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine, keep_plain_weights  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -53,11 +53,9 @@ def llm():
         keep_plain_weights()
         yield vllm.LLM(
             BASE,
-            dtype="float32",
-            enforce_eager=True,
             max_num_seqs=64,
             logprobs_mode="processed_logprobs",
-            enable_chunked_prefill=False,
+            **CPU_OPTIONS,
         )
 
 
@@ -306,7 +304,7 @@ def test_a_server_that_is_gone_when_weights_come_is_one_sentence(monkeypatch):
     generation._push_to_all(trl, ["http://127.0.0.1:9"], SimpleNamespace(is_main_process=True))
     with pytest.raises(EngineError, match=r"No vLLM server answers at http://127.0.0.1:9"):
         trl.sync_weights()
-    monkeypatch.setattr(generation, "wait_for_server", lambda url, seconds: None)
+    monkeypatch.setattr(generation, "check_health", lambda url: None)
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9 failed while it took the weights .*refused"):
         trl.sync_weights()
 

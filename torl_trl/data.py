@@ -125,10 +125,9 @@ def read_rows(name_or_path: str, *, split: str = "train", subset: str | None = N
     try:
         return datasets.load_dataset(name_or_path, subset, split=split).to_list()
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(
             f"Data {name_or_path!r} (split {split!r}) is no local file or folder, and the Hub did not give it "
-            f"({reason}): check the name, the split and the network."
+            f"({first_line(error)}): check the name, the split and the network."
         ) from error
 
 
@@ -138,13 +137,17 @@ def read_file(path: Path) -> list[Row]:
     if reader is None:
         raise DataError(f"Data file {str(path)!r} has an unknown type: use one of {', '.join(READERS)}.")
     try:
-        rows = reader(path)
+        return reader(path)
     except (OSError, ValueError, csv.Error, pyarrow.ArrowException) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        kind = path.suffix.lower()[1:]
         raise DataError(
-            f"Data file {str(path)!r} cannot be read as {path.suffix.lower()[1:]} ({reason}): repair or convert it."
+            f"Data file {str(path)!r} cannot be read as {kind} ({first_line(error)}): repair or convert it."
         ) from error
-    return rows
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a sentence of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -183,15 +186,11 @@ def _read_csv(path: Path) -> list[Row]:
     return rows
 
 
-def _read_parquet(path: Path) -> list[Row]:
-    return pyarrow.parquet.read_table(path).to_pylist()
-
-
 READERS: dict[str, Callable[[Path], list[Row]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,
-    ".parquet": _read_parquet,
+    ".parquet": lambda path: pyarrow.parquet.read_table(path).to_pylist(),
 }
 
 
@@ -211,8 +210,8 @@ def _read_problems(rows: list[Row], origin: str, problem_column: str, answer_col
     source_column = next((column for column in SOURCE_COLUMNS if column in columns), None)
     problems = []
     for row in rows:
-        problem = _user_message(row.get("prompt")) if verl else row.get(problem_column)
-        answer = _ground_truth(row.get("reward_model")) if verl else row.get(answer_column)
+        problem = user_message(row.get("prompt")) if verl else row.get(problem_column)
+        answer = ground_truth(row.get("reward_model")) if verl else row.get(answer_column)
         solution = solution_text(answer)
         if not isinstance(problem, str) or not problem.strip() or solution is None:
             continue
@@ -223,7 +222,7 @@ def _read_problems(rows: list[Row], origin: str, problem_column: str, answer_col
     return problems, len(rows) - len(problems)
 
 
-def _user_message(messages: Any) -> str | None:
+def user_message(messages: Any) -> str | None:
     """Return the last user message of a chat: ToRL's template takes the problem only, not the system message."""
     if not isinstance(messages, list):
         return None
@@ -232,7 +231,7 @@ def _user_message(messages: Any) -> str | None:
     return texts[-1] if texts else None
 
 
-def _ground_truth(reward_model: Any) -> Any:
+def ground_truth(reward_model: Any) -> Any:
     return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
 
 

@@ -6,7 +6,6 @@ generation gives its engine for the time of one rollout phase.
 
 import contextlib
 import importlib.util
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -21,14 +20,12 @@ from trl.models import unwrap_model_for_generation
 from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import Engine, EngineError, Sampling
 from torl_trl.engines.transformers import TransformersEngine
-from torl_trl.engines.vllm import VLLMEngine, keep_plain_weights
-from torl_trl.engines.vllm_server import VLLMServerEngine, wait_for_server
+from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine, keep_plain_weights
+from torl_trl.engines.vllm_server import VLLMServerEngine, check_health, wait_for_server
 from torl_trl.errors import UserError
 
 if TYPE_CHECKING:
     from torl_trl.trainer import ToRLTrainer
-
-logger = logging.getLogger(__name__)
 
 
 class Generation(Protocol):
@@ -191,7 +188,7 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
 
     def push_to_each() -> None:
         for url in urls:
-            wait_for_server(url, 0.0)
+            check_health(url)
         for url, client in zip(urls, clients, strict=True):
             trl.vllm_client = client
             try:
@@ -209,8 +206,7 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
 def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
     """Around `GRPOTrainer.__init__`, which makes the vLLM objects: what its options do not cover.
 
-    TRL takes one server, and waits for ever where something else answers. On a CPU its `LLM` has to keep its weights
-    plain, to be float32 (vLLM would choose bfloat16), and to prefill a request at once (a seeded one fails in parts).
+    TRL takes one server, and waits for ever where something else answers. On a CPU its `LLM` needs other options.
     """
     if not args.use_vllm:
         yield
@@ -225,8 +221,7 @@ def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
     elif args.use_cpu or not torch.accelerator.is_available():
         keep_plain_weights()
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's default is half of the memory
-        on_cpu = {"dtype": "float32", "enforce_eager": True}
-        on_cpu |= {"enable_chunked_prefill": False, "max_num_batched_tokens": None}  # None: as many as the context
+        on_cpu = CPU_OPTIONS | {"max_num_batched_tokens": None}  # as many as the context: TRL says 4096
         vllm_generation.LLM = lambda **options: llm(**options | on_cpu)
     try:
         yield

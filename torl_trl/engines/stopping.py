@@ -4,7 +4,14 @@ A stop string may end inside a token: the whole token is kept, as vLLM does. Mos
 string, so a set of those that can is made once, and text is decoded only when one of them is sampled.
 """
 
-from torl_trl.engines.base import Tokenizer
+from torl_trl.engines.base import FinishReason, Tokenizer
+
+
+def vllm_finish_reason(reason: str | None, stop_reason: int | str | None) -> FinishReason | None:
+    """What vLLM's two reasons mean: a stop at a token id, or at none, is the end of the text; None if it gave up."""
+    if reason == "stop":
+        return FinishReason.STOP if isinstance(stop_reason, str) else FinishReason.EOS
+    return FinishReason.LENGTH if reason == "length" else None
 
 
 class StopMatcher:

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from torl_trl.engines.base import EngineError, FinishedTurn, FinishReason, Sampling, TurnRequest
+from torl_trl.engines.base import EngineError, FinishedTurn, Sampling, TurnRequest
+from torl_trl.engines.stopping import vllm_finish_reason
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
 CPU_VERSIONS = "0.31."
 """Of vLLM: those on which `keep_plain_weights` was tested."""
+CPU_OPTIONS = {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False}
+"""Of an `LLM` on a CPU: it would choose bfloat16, and fails on a seeded request that it prefills in parts."""
 
 
 class VLLMEngine:
@@ -57,8 +60,7 @@ class VLLMEngine:
         self._rollouts.clear()
 
     def _params(self, request: TurnRequest) -> "SamplingParams":
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         return SamplingParams(
             temperature=self.sampling.temperature,
@@ -85,22 +87,9 @@ def _finished_turn(output: "RequestOutput", rollout_id: int) -> FinishedTurn:
             f"vLLM gave a logprob that is no number (rollout {rollout_id}): the weights may have diverged, look at "
             "the loss and the gradient norm of the last steps."
         )
-    return FinishedTurn(
-        rollout_id,
-        token_ids,
-        logprobs,
-        _finish_reason(completion.finish_reason, completion.stop_reason),
-        cached_tokens=output.num_cached_tokens or 0,
-    )
-
-
-def _finish_reason(reason: str | None, stop_reason: int | str | None) -> FinishReason:
-    """What vLLM's two reasons mean; a stop at a token id, or at none, is the end of the text."""
-    if reason == "length":
-        return FinishReason.LENGTH
-    if reason == "stop":
-        return FinishReason.STOP if isinstance(stop_reason, str) else FinishReason.EOS
-    raise EngineError(f"vLLM ended a turn with {reason!r}: its log says why.")
+    if (reason := vllm_finish_reason(completion.finish_reason, completion.stop_reason)) is None:
+        raise EngineError(f"vLLM ended a turn with {completion.finish_reason!r}: its log says why.")
+    return FinishedTurn(rollout_id, token_ids, logprobs, reason, output.num_cached_tokens or 0)
 
 
 def keep_plain_weights() -> None:
@@ -117,8 +106,8 @@ def keep_plain_weights() -> None:
         raise EngineError(
             f"vllm {vllm.__version__} on a CPU is not known here, its weights could be stale: install {CPU_VERSIONS}0."
         )
-    utils.dispatch_cpu_unquantized_gemm = _plain_linear
 
+    def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
 
-def _plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    layer.cpu_linear = torch.nn.functional.linear
+    utils.dispatch_cpu_unquantized_gemm = plain_linear

@@ -3,7 +3,6 @@
     vllm serve MODEL --logprobs-mode processed_logprobs --enable-prompt-tokens-details
 
 Without a GPU add `--no-enable-chunked-prefill`: vLLM 0.31 dies there of a seeded prompt that it computes in pieces.
-
 Every rank has its own engine and talks to the servers itself. The requests live in a background thread, so that they
 go on while the caller handles tool results.
 
@@ -21,14 +20,15 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import httpx
 
-from torl_trl.engines.base import EngineError, FinishedTurn, FinishReason, Sampling, TurnRequest
+from torl_trl.engines.base import EngineError, FinishedTurn, Sampling, TurnRequest
+from torl_trl.engines.stopping import vllm_finish_reason
 
 logger = logging.getLogger(__name__)
 if logging.getLogger("httpx").level == logging.NOTSET:
@@ -49,6 +49,23 @@ class _Server:
     client: httpx.AsyncClient  # one each: what a request costs httpx grows with the connections of its client
 
 
+@contextmanager
+def _asking(url: str, api_key: str | None = None) -> Iterator[httpx.Client]:
+    try:
+        with _client(httpx.Client, url, api_key, _CHECK_SECONDS) as client:
+            _accept(client.get("/health"), url)
+            yield client
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        what = f"No vLLM server answers at {url} ({_describe(error)})"
+        raise EngineError(f"{what}: {_START_IT}, or correct vllm_server_base_url.") from error
+
+
+def check_health(url: str) -> None:
+    """Raise `EngineError` unless the server at `url` is up."""
+    with _asking(url):
+        return
+
+
 def check_server(url: str, api_key: str | None = None) -> str:
     """Return the name of the model that the server at `url` serves.
 
@@ -56,14 +73,10 @@ def check_server(url: str, api_key: str | None = None) -> str:
     ids, or with logprobs of another distribution than the one that tokens are drawn from.
     """
     try:
-        with _client(httpx.Client, url, api_key, _CHECK_SECONDS) as client:
-            _accept(client.get("/health"), url)
+        with _asking(url, api_key) as client:
             model = _accept(client.get("/v1/models"), url).json()["data"][0]["id"]
             probe = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_k": 1}
             answer = client.post("/v1/completions", json=probe | {"logprobs": 0, "return_token_ids": True})
-    except (httpx.TransportError, httpx.InvalidURL) as error:
-        what = f"No vLLM server answers at {url} ({_describe(error)})"
-        raise EngineError(f"{what}: {_START_IT}, or correct vllm_server_base_url.") from error
     except (ValueError, LookupError, TypeError) as error:
         raise EngineError(f"What answers at {url} is no vLLM server: correct vllm_server_base_url.") from error
     if _read_turn(0, _accept(answer, url), url).logprobs[0] < -1e-3:  # of a token that had no alternative
@@ -274,7 +287,6 @@ def _read_turn(rollout_id: int, response: httpx.Response, url: str) -> FinishedT
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         what = f"The server at {url} answered without what vLLM's completions hold ({_describe(error)})"
         raise EngineError(f"{what}: use `vllm serve`, 0.22 or later.") from error
-    if reason not in ("stop", "length"):
+    if (end := vllm_finish_reason(reason, stopped_by)) is None:
         raise EngineError(f"The vLLM server at {url} gave up a turn ({reason}): do not stop or pause it in a step.")
-    end = FinishReason.STOP if isinstance(stopped_by, str) else FinishReason.EOS
-    return FinishedTurn(rollout_id, ids, logprobs, FinishReason.LENGTH if reason == "length" else end, cached_tokens)
+    return FinishedTurn(rollout_id, ids, logprobs, end, cached_tokens)
