@@ -4,10 +4,22 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from curves import BLUE, GREEN, ORANGE, PURPLE, VERMILION, Curve, Points, finish, metric_points, save, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from torl_report.curves import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PURPLE,
+    VERMILION,
+    Curve,
+    Points,
+    finish,
+    metric_points,
+    save,
+    style,
+)
 from torl_trl.run_folder import read_metrics
 
 PALETTE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, "#56B4E9")

@@ -18,15 +18,13 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from comparison import draw_comparison
 from machine import machine_facts
 
 from torl_trl.records import read_rollouts
 from torl_trl.run_folder import read_metrics
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "recipes"))
-from comparison import draw_comparison  # noqa: E402 - it needs recipes/curves.py
-
 RUNS = ROOT / "runs" / "benchmark"
 RESULTS = ROOT / "benchmarks" / "results" / "tiny.json"
 FIGURE = ROOT / "assets" / "tiny.png"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from command_line import parse_arguments, run_main
 from console import StepLines, log_summary, remove_bars
-from curves import draw_curves
 from datasets import Dataset
 from transformers import set_seed
 from trl import get_peft_config
 
+from torl_report.curves import draw_curves
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.data import load_problems, on_main_process

@@ -21,9 +21,11 @@ from typing import NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 from command_line import run_main
-from data_card import draw_scores, write_card
-from data_filters import SELECTIONS, STEPS, filters, reading, selection
-from data_sources import (
+
+from torl_data.card import draw_scores, write_card
+from torl_data.curation import Benchmarks
+from torl_data.filters import SELECTIONS, STEPS, filters, reading, selection
+from torl_data.sources import (
     ANSWER_COLUMNS,
     BENCHMARKS,
     PROBLEM_COLUMNS,
@@ -34,9 +36,7 @@ from data_sources import (
     problem_of,
     to_row,
 )
-from data_steps import Step, StepReport, Workers, run_step
-
-from torl_trl.curation import Benchmarks
+from torl_data.steps import Step, StepReport, Workers, run_step
 from torl_trl.data import DataError, Row
 from torl_trl.errors import UserError
 from torl_trl.grading import Grader

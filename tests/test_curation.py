@@ -2,7 +2,7 @@
 
 import pytest
 
-from torl_trl.curation import (
+from torl_data.curation import (
     Benchmarks,
     NearDuplicates,
     has_parts,

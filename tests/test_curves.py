@@ -4,8 +4,9 @@ import json
 
 import pytest
 from comparison import draw_comparison
-from curves import PANELS, draw_curves, metric_points, running_mean
 from matplotlib.image import imread
+
+from torl_report.curves import PANELS, draw_curves, metric_points, running_mean
 
 
 def write_run(folder, steps, start=0.0):

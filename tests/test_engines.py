@@ -1,5 +1,7 @@
 """The transformers engine: the tokens of `model.generate`, per row, with logprobs the trainer agrees with."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from toys import byte_level_tokenizer, metaspace_tokenizer, tiny_model
@@ -106,6 +108,32 @@ def test_sampling_repeats_under_a_seed():
         return [(turn.rollout_id, turn.token_ids) for turn in finished(engine(temperature=1.0), requests()).values()]
 
     assert sample() == sample()
+
+
+def test_with_seeds_a_row_draws_the_same_tokens_whatever_else_runs():
+    rows = [replace(row, max_tokens=30, seed=100 + row.rollout_id) for row in requests()]
+
+    def sampled(rows, **options):
+        seeded = TransformersEngine(
+            tiny_model(), byte_level_tokenizer(), Sampling(), eos_token_ids=[0], use_seeds=True, **options
+        )
+        return {name: turn.token_ids for name, turn in finished(seeded, rows).items()}
+
+    together = sampled(rows)
+    assert together == sampled(rows[::-1], max_batch_size=3)
+    assert sampled(rows[4:6]) == {name: together[name] for name in (4, 5)}
+    assert together[2] != together[3]  # twins with seeds of their own
+
+
+def test_seeded_draws_follow_the_distribution():
+    model, start = tiny_model(), [5, 6, 7]
+    expected = model(torch.tensor([start])).logits[0, -1].softmax(-1)
+    seeded = TransformersEngine(model, byte_level_tokenizer(), Sampling(), eos_token_ids=[0], use_seeds=True)
+    turns = finished(seeded, [TurnRequest(i, start, max_tokens=1, seed=i) for i in range(20_000)])
+    counts = torch.bincount(torch.tensor([turn.token_ids[0] for turn in turns.values()]), minlength=len(expected))
+    squares = ((counts - 20_000 * expected) ** 2 / (20_000 * expected)).sum()
+    freedom = len(expected) - 1
+    assert abs(squares - freedom) < 5 * (2 * freedom) ** 0.5  # the chi-squared statistic has this spread
 
 
 def test_small_batches_give_the_same_greedy_tokens():

@@ -11,6 +11,16 @@ import torl_sandbox
 import torl_trl
 
 PACKAGE = Path(torl_trl.__file__).parent
+PACKAGES = {"torl_trl": 6000, "torl_sandbox": 1000, "torl_data": 1500, "torl_eval": 1500, "torl_report": 1800}
+"""Each with the lines that it may have."""
+MAY_IMPORT = {
+    "torl_trl": {"torl_sandbox"},
+    "torl_sandbox": {"torl_trl"},  # kernel.py takes the limits of programs from there
+    "torl_data": {"torl_trl", "torl_report"},
+    "torl_eval": {"torl_trl"},
+    "torl_report": {"torl_trl", "torl_eval"},
+}
+"""Arrows between the packages; recipes import any, none imports recipes."""
 
 
 def loaded_after(statement: str) -> set[str]:
@@ -37,37 +47,53 @@ def test_every_exported_name_exists():
         _ = torl_trl.Nothing
 
 
-def test_modules_stay_small():
-    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE.rglob("*.py")}
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_stay_small(package):
+    folder = PACKAGE.parent / package
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py")}
     assert {path.name: count for path, count in lines.items() if count > 350} == {}
-    assert sum(lines.values()) < 6000
+    assert sum(lines.values()) < PACKAGES[package]
+
+
+def imported_roots(path: Path, *, everywhere: bool = True) -> set[str]:
+    """The packages that a module imports, in functions too or only at once."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree)) if everywhere else tree.body
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_is_below_them(package):
+    recipes = {path.stem for path in (PACKAGE.parent / "recipes").glob("*.py")}
+    for path in (PACKAGE.parent / package).rglob("*.py"):
+        roots = imported_roots(path)
+        assert roots & PACKAGES.keys() <= MAY_IMPORT[package] | {package}, path
+        assert not roots & recipes, path
 
 
 FOUND_WITHOUT_EXTRAS = {
     *("torch", "trl", "transformers", "accelerate", "datasets", "httpx", "math_verify", "pyarrow", "numpy", "sympy"),
     *("datasketch", "latex2sympy2_extended", "tqdm", "yaml"),  # the last three come with math-verify and transformers
-    *("torl_trl", "torl_sandbox"),
+    *("matplotlib", "scipy", "plotly", "jinja2"),  # jinja2 comes with torch
+    *PACKAGES,
 }
 """What requirements/base.txt brings: the demo has nothing else."""
 
 
 def test_what_is_imported_at_once_is_there_without_extras():
     """vllm, requests, e2b, peft and trackers are imported where they are used: `make demo` does not install them."""
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
-        roots = {name.split(".")[0] for name in names}
-        assert roots <= FOUND_WITHOUT_EXTRAS | set(sys.stdlib_module_names), path
+    for path in (
+        path for package in PACKAGES.keys() - {"torl_sandbox"} for path in (PACKAGE.parent / package).rglob("*.py")
+    ):
+        assert imported_roots(path, everywhere=False) <= FOUND_WITHOUT_EXTRAS | set(sys.stdlib_module_names), path
 
 
 def test_what_runs_beside_hostile_programs_needs_the_standard_library_only():
     sandbox = Path(torl_sandbox.__file__).parent
     own = {path.stem for path in sandbox.glob("*.py")}
     for path in sandbox.glob("*.py"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        roots = {name.split(".")[0] for name in names} - own - set(sys.stdlib_module_names)
+        roots = imported_roots(path) - own - set(sys.stdlib_module_names)
         # kernel.py starts our fork server in E2B, from the text of these packages
         assert roots <= ({"torl_trl", "torl_sandbox"} if path.name == "kernel.py" else {"numpy", "sympy", "scipy"})

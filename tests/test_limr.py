@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from torl_trl.limr import accuracy_table, in_band, lim_scores, pass_rates, select, whole_epochs
+from torl_data.limr import accuracy_table, in_band, lim_scores, pass_rates, select, whole_epochs
 
 NAN = float("nan")
 

@@ -10,11 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_line import run_main
-from data_sources import Source, answer_of, normalise_problem, open_source, parse_benchmarks, parse_source, problem_of
-from data_steps import Step, Workers, run_step
 from matplotlib.image import imread
 
-from torl_trl.curation import Benchmarks
+from torl_data.curation import Benchmarks
+from torl_data.sources import (
+    Source,
+    answer_of,
+    normalise_problem,
+    open_source,
+    parse_benchmarks,
+    parse_source,
+    problem_of,
+)
+from torl_data.steps import Step, Workers, run_step
 from torl_trl.data import DataError, LoadReport, load_problems, problem_id
 from torl_trl.errors import UserError
 from torl_trl.grading import Grader
@@ -152,7 +160,7 @@ def test_finished_steps_are_not_repeated_and_changed_ones_are(tmp_path, prepare)
 
 def test_a_run_that_is_stopped_goes_on_where_it_was(monkeypatch, prepare):
     with monkeypatch.context() as patch:
-        patch.setattr("data_filters.NearDuplicates.find_or_add", lambda *_: 1 / 0)
+        patch.setattr("torl_data.filters.NearDuplicates.find_or_add", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare()
     _, report = prepare()

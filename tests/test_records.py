@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
-from torl_trl.records import SCHEMA, read_rollouts, rollout_row, rollouts_path, write_rollouts
+from torl_trl.records import SCHEMA, read_rollouts, rollout_row, rollouts_path, segment_texts, write_rollouts
 from torl_trl.rollout import Rollout, Segment, StopReason, ToolCall
 
 FACTS = {
@@ -70,13 +70,22 @@ def test_a_full_row_comes_back_as_it_was_written(tmp_path):
         }
     ]
     assert (row["correct"], row["extracted"], row["reason"], row["stop_reason"]) == (True, "1", "equal", "eos")
+    assert segment_texts(row) == [(segment.inserted, segment.text) for segment in rollout.segments]
+
+
+def test_an_older_file_is_read_and_says_that_it_has_no_segments(tmp_path):
+    write_rollouts(tmp_path / "a.parquet", [rollout_row(executed_rollout(), **FACTS)])
+    pq.write_table(pq.read_table(tmp_path / "a.parquet").drop_columns(["segments"]), tmp_path / "old.parquet")
+    (row,) = read_rollouts(tmp_path / "old.parquet").to_pylist(maps_as_pydicts="strict")
+    with pytest.raises(ValueError, match="without its segments"):
+        segment_texts(row)
 
 
 def test_a_row_that_is_not_full_keeps_ids_and_reward_and_leaves_the_heavy_columns_null(tmp_path):
     rollout = executed_rollout()
     write_rollouts(tmp_path / "a.parquet", [rollout_row(rollout, **(FACTS | {"full": False}))])
     (row,) = read_rollouts(tmp_path / "a.parquet").to_pylist(maps_as_pydicts="strict")
-    heavy = {"prompt", "completion", "prompt_ids", "completion_ids", "env_mask", "calls"}
+    heavy = {"prompt", "completion", "prompt_ids", "completion_ids", "env_mask", "segments", "calls"}
     assert {name for name, value in row.items() if value is None} == heavy
     assert (row["problem_id"], row["reward"], row["full"]) == ("gcd-17", 0.5, False)
 

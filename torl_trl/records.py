@@ -5,7 +5,7 @@ Each rank turns its rollouts into plain rows (`rollout_row`), rank 0 gathers and
     rollouts/step_000010.parquet         training, the step's number in six digits
     rollouts/eval_step_000010.parquet    evaluation at that step
 
-Ids, reward and other small facts are there at every step. The heavy columns (prompt, completion, ids, mask, calls)
+Ids, reward and other small facts are there at every step. The heavy columns (prompt, completion, ids, mask, segments, calls)
 are null unless the row is `full`.
 """
 
@@ -38,6 +38,8 @@ _CALL = pa.struct(
     ]
 )
 
+_SEGMENT = pa.struct([("inserted", pa.bool_()), ("tokens", pa.int32()), ("chars", pa.int32())])
+
 SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -54,6 +56,7 @@ SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("completion_ids", pa.list_(pa.int32())),
         ("env_mask", pa.list_(pa.int8())),
+        ("segments", pa.list_(_SEGMENT)),  # in order; they cover the completion, EOS has a token and no text
         ("calls", pa.list_(_CALL)),
         ("reward", pa.float64()),  # the weighted total; null where the rollout has none
         ("rewards", pa.map_(pa.string(), pa.float64())),  # by reward function
@@ -105,9 +108,24 @@ def rollout_row(
             "prompt_ids": list(rollout.prompt_ids),
             "completion_ids": list(rollout.completion_ids),
             "env_mask": list(rollout.env_mask),
+            "segments": [
+                {"inserted": segment.inserted, "tokens": segment.end - segment.start, "chars": len(segment.text)}
+                for segment in rollout.segments
+            ],
             "calls": [_call(call) for call in rollout.calls],
         }
     return {name: row.get(name) for name in SCHEMA.names}
+
+
+def segment_texts(row: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    """The stretches of a full row as (inserted, text), in order. Raises `ValueError` on one from before segments."""
+    if row["segments"] is None:
+        raise ValueError("This rollout was recorded without its segments, by an older version: record it again.")
+    texts, start = [], 0
+    for segment in row["segments"]:
+        texts.append((segment["inserted"], row["completion"][start : start + segment["chars"]]))
+        start += segment["chars"]
+    return texts
 
 
 def rollouts_path(run_folder: Path, step: int, split: str) -> Path:
@@ -144,6 +162,9 @@ def read_rollouts(path: Path) -> pa.Table:
             f"{str(path)!r} has rollouts of schema version {int(version)}, this package reads up to {SCHEMA_VERSION}: "
             "update torl-trl."
         )
+    for column in SCHEMA:  # those that came later are null in older files
+        if column.name not in table.column_names:
+            table = table.append_column(column, pa.nulls(len(table), column.type))
     return table
 
 

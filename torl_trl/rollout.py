@@ -128,7 +128,7 @@ def run_rollouts(
     tokenizer: Tokenizer,
     config: RolloutConfig,
     *,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
     on_finished: Callable[[Rollout], None] | None = None,
     on_progress: Callable[[RolloutStats], None] | None = None,
     stats: RolloutStats | None = None,
@@ -138,7 +138,8 @@ def run_rollouts(
     With a continuous engine a rollout whose code runs leaves the engine and the others go on. With a rounds engine
     the next round starts when all calls of this one are back, in rollout order, so that it is repeatable.
     `on_finished` is called as each rollout ends, while others still generate; `on_progress` after each engine step.
-    `interpreter` may be None with `max_tool_calls=0`.
+    `interpreter` may be None with `max_tool_calls=0`. One `seed` gives each place a seed of its own; a sequence has
+    them, one per rollout, which then do not depend on the place.
 
     Raises whatever the engine raises, and `RolloutInvariantError` (a bug); then nothing is left in the engine.
     """
@@ -160,7 +161,7 @@ class _Loop:
     interpreter: Interpreter | None
     tokenizer: Tokenizer
     config: RolloutConfig
-    seed: int | None
+    seed: int | Sequence[int] | None
     on_finished: Callable[[Rollout], None] | None
     on_progress: Callable[[RolloutStats], None] | None
     stats: RolloutStats
@@ -223,17 +224,23 @@ class _Loop:
         calls_left = len(rollout.calls) < self.config.max_tool_calls
         stop = prompts.stop_strings(self.config.tool_trigger, turn_text) if calls_left else ()
         position = len(rollout.completion_ids)
-        seed = None if self.seed is None else hash((self.seed, rollout.index, position)) & 0x7FFFFFFF
         self.engine.add(
             TurnRequest(
                 rollout_id=rollout.index,
                 token_ids=rollout.prompt_ids + rollout.completion_ids,
                 max_tokens=self.config.max_completion_length - position,
                 stop=stop,
-                seed=seed,
+                seed=self.seed_at(rollout.index, position),
             )
         )
         self.stats.generating += 1
+
+    def seed_at(self, index: int, position: int) -> int | None:
+        """The seed of a request: hashes of ints are the same in every process."""
+        if self.seed is None:
+            return None
+        key = (self.seed, index) if isinstance(self.seed, int) else (self.seed[index],)
+        return hash((*key, position)) & 0x7FFFFFFF
 
     def take_turn(self, rollout: Rollout, turn: FinishedTurn) -> None:
         check_turn(turn, self.config.max_completion_length - len(rollout.completion_ids))

@@ -3,7 +3,7 @@
 config.yaml       every option of the run after defaults, YAML file and command line
 metrics.jsonl     one JSON object a line: step, split ("train", "eval" or "summary"), epoch, then metrics
 rollouts/         parquet files, see `torl_trl.records`
-curves.png        see recipes/curves.py
+curves.png        see torl_report.curves
 checkpoint-N/     written by transformers
 """
 

@@ -24,8 +24,9 @@ from torl_trl.engines.stopping import StopMatcher
 
 
 class TransformersEngine:
-    """An engine over a model in this process. Sampling uses torch's global generator of the model's device.
+    """An engine over a model in this process.
 
+    Sampling uses torch's global generator of the model's device, or the seeds of the requests if `use_seeds`.
     `model` is read at each round: set it to another object of the same tokenizer to generate with other weights.
     """
 
@@ -39,9 +40,11 @@ class TransformersEngine:
         *,
         eos_token_ids: list[int],
         max_batch_size: int = 256,
+        use_seeds: bool = False,
     ):
         self.model = model
         self.sampling = sampling
+        self.use_seeds = use_seeds
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_batch_size = max_batch_size
         self._matcher = StopMatcher(tokenizer, len(tokenizer))
@@ -83,6 +86,7 @@ class _Batch:
         self.sampled: list[list[int]] = [[] for _ in requests]
         self.logprobs: list[list[float]] = [[] for _ in requests]
         self.reasons: list[FinishReason | None] = [None] * len(requests)
+        self.uniforms = _uniforms(requests) if engine.use_seeds else None  # (rows, tokens)
 
     def run(self) -> list[FinishedTurn]:
         model, device = self.engine.model, self.engine.model.device
@@ -90,7 +94,7 @@ class _Batch:
         rows = list(range(len(self.requests)))
         logits, cache, ids, mask = self.prefill(model, device)
         while True:
-            tokens, logprobs = self.sample(processors, ids, logits)
+            tokens, logprobs = self.sample(processors, rows, ids, logits)
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
                 if self.reasons[row] is None:
                     self.sampled[row].append(token)
@@ -151,15 +155,28 @@ class _Batch:
         return output.logits[:, -1].float()
 
     def sample(
-        self, processors: LogitsProcessorList, ids: torch.Tensor, logits: torch.Tensor
+        self, processors: LogitsProcessorList, rows: list[int], ids: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw a token per row; return tokens and their logprobs (rows,)."""
         logprobs = processors(ids, logits).log_softmax(dim=-1)
         if self.engine.sampling.temperature == 0.0:
             tokens = logprobs.argmax(dim=-1)
+        elif self.uniforms is not None:
+            drawn = self.uniforms[rows, len(self.sampled[rows[0]])].to(logprobs.device)
+            sums = logprobs.double().exp().cumsum(dim=-1)
+            tokens = torch.searchsorted(sums, (drawn * sums[:, -1])[:, None], right=True).squeeze(1)
         else:
             tokens = torch.multinomial(logprobs.exp(), num_samples=1).squeeze(1)
         return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def _uniforms(requests: list[TurnRequest]) -> torch.Tensor:
+    """A number in [0, 1) for each token of each request (requests, tokens), from the request's seed alone."""
+    rows = []
+    for request in requests:
+        generator = torch.Generator().manual_seed(request.seed)
+        rows.append(torch.rand(request.max_tokens, generator=generator, dtype=torch.float64))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
 def _logits_processors(sampling: Sampling) -> LogitsProcessorList:

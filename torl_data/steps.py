@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from torl_trl import curation
+from torl_data import curation
 from torl_trl.data import Row
 from torl_trl.errors import UserError
 
@@ -40,7 +40,7 @@ _REPORT_KEY = b"torl_trl.step"
 _BATCH = 1000
 _CODE = "".join(
     hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    for file in (curation.__file__, __file__, Path(__file__).with_name("data_sources.py"))
+    for file in (curation.__file__, __file__, Path(__file__).with_name("sources.py"))
 )
 """A step is done again when the rules have changed."""
 

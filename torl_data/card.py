@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from curves import BLUE, ORANGE
-from data_sources import Source
-from data_steps import StepReport
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from torl_data.sources import Source
+from torl_data.steps import StepReport
+from torl_report.curves import BLUE, ORANGE
 from torl_trl.run_folder import write_atomically
 
 MOST_HITS = 200

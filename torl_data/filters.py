@@ -9,8 +9,12 @@ from typing import Any
 
 import pyarrow
 import pyarrow.parquet as pq
-from data_sources import normalise_problem
-from data_steps import (
+from transformers import AutoTokenizer
+
+from torl_data.curation import NearDuplicates
+from torl_data.limr import AccuracyTable, accuracy_table, in_band, lim_scores, pass_rates, select
+from torl_data.sources import normalise_problem
+from torl_data.steps import (
     Step,
     examine_choice,
     examine_contamination,
@@ -19,14 +23,10 @@ from data_steps import (
     examine_sketch,
     read_rows_of,
 )
-from transformers import AutoTokenizer
-
 from torl_trl import grading
-from torl_trl.curation import NearDuplicates
 from torl_trl.data import Row, check_solutions, problem_id, read_file
 from torl_trl.errors import UserError
 from torl_trl.grading import Grader
-from torl_trl.limr import AccuracyTable, accuracy_table, in_band, lim_scores, pass_rates, select
 from torl_trl.prompts import load_template, render_prompt
 
 STEPS = (
