@@ -23,6 +23,17 @@ LOCAL_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "promp
 """Keys whose value may be a path relative to the YAML's folder."""
 
 
+class CommandParser(argparse.ArgumentParser):
+    """For commands with options of their own: their docstring as help, one sentence instead of pages of usage."""
+
+    def __init__(self, description: str):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=form, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[:1].upper()}{message[1:]}: see --help.")
+
+
 class _Parser(TrlParser):
     """TRL's parser, with one sentence instead of pages of usage."""
 
@@ -65,7 +76,8 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main`; a `UserError` or `EngineError` becomes its sentence on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     is_main = os.environ.get("RANK", "0") == "0"
-    logging.getLogger("torl_trl").setLevel(logging.INFO if is_main else logging.WARNING)
+    for package in ("torl_trl", "torl_data", "torl_eval", "torl_report"):
+        logging.getLogger(package).setLevel(logging.INFO if is_main else logging.WARNING)
     try:
         main()
     except (UserError, EngineError) as error:

@@ -82,7 +82,8 @@ def log_summary(run_folder: Path) -> None:
         "held-out problems" if split == "eval" else "training",
         *(f"step {line['step']}" for line in (first, last)),
     )
-    for name, label in SUMMARY_METRICS.items():
+    benchmarks = {name: name for name in last if "/avg@" in name}
+    for name, label in (SUMMARY_METRICS | benchmarks).items():
         values = [f"{line[name]:.2f}" if line.get(name) is not None else "-" for line in (first, last)]
         logger.info("%-34s %10s %10s", label, *values)
     logger.info("")

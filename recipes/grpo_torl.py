@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import set_seed
 from trl import get_peft_config
 
+from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset
 from torl_report.curves import draw_curves
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
@@ -44,7 +45,7 @@ def main() -> None:
             options = interpreter_options_of_rank(args.interpreter, args.interpreter_options)
             interpreter = resources.enter_context(get_interpreter(args.interpreter, **options))
         grader = resources.enter_context(Grader(**share_of_rank({"num_workers": args.grading_workers}, "num_workers")))
-        tokenizer = load_tokenizer(model_args, args)
+        tokenizer = load_tokenizer(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
 
         def problems(name: str, path: str, split: str, limit: int | None) -> Dataset:
             load = partial(
@@ -63,13 +64,19 @@ def main() -> None:
             )
             return on_main_process(load)
 
+        def held_out() -> Dataset:
+            path, limit = script_args.eval_data(), script_args.max_eval_problems
+            names = path.split(",")
+            if len(names) > 1 or names[0] in BENCHMARKS:
+                return on_main_process(partial(evaluation_dataset, names, template, max_problems=limit))
+            return problems("eval", path, script_args.dataset_test_split, limit)
+
         train_dataset = problems(
             "train", script_args.dataset_name, script_args.dataset_train_split, script_args.max_train_problems
         )
         eval_dataset = None
         if args.eval_strategy != "no" or args.eval_on_start:
-            eval_path = script_args.eval_data()
-            eval_dataset = problems("eval", eval_path, script_args.dataset_test_split, script_args.max_eval_problems)
+            eval_dataset = held_out()
 
         reward_funcs = [AccuracyReward(grader, grade_text=args.grade_text)]
         if args.executability_penalty:

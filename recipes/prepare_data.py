@@ -16,11 +16,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from command_line import run_main
+from command_line import CommandParser, run_main
 
 from torl_data.card import draw_scores, write_card
 from torl_data.curation import Benchmarks
@@ -44,14 +43,9 @@ from torl_trl.grading import Grader
 OUTPUT_COLUMNS = ("problem", "answer", "source", "origin", "problem_id")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message[:1].upper()}{message[1:]}: see --help.")
-
-
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """Parse the command line. Raises `UserError`."""
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandParser(description=__doc__)
     add = parser.add_argument
     add("--sources", nargs="+", required=True, metavar="SOURCE", help=f"short names: {', '.join(SOURCES)}")
     add("--output_dir", type=Path, required=True)

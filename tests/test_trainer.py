@@ -56,7 +56,15 @@ class ScriptedTrainer(ToRLTrainer):
 
 
 def make_trainer(
-    folder, grader, *, interpreter=None, rewards=None, texts=TEXTS, trainer_class=ScriptedTrainer, **options
+    folder,
+    grader,
+    *,
+    interpreter=None,
+    rewards=None,
+    texts=TEXTS,
+    trainer_class=ScriptedTrainer,
+    benchmarks=None,
+    **options,
 ):
     options = {
         "output_dir": str(folder),
@@ -72,6 +80,9 @@ def make_trainer(
         "disable_tqdm": True,
     } | options
     rows = [{"prompt": f"Q{i}?\n", "problem": f"Q{i}?", "solution": "42", "problem_id": f"id{i}"} for i in range(8)]
+    eval_rows = rows[:4]
+    if benchmarks:
+        eval_rows = [row | {"benchmark": name} for row, name in zip(eval_rows, benchmarks, strict=True)]
     model = tiny_model()
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
@@ -81,7 +92,7 @@ def make_trainer(
         interpreter=interpreter or FakeInterpreter(answer),
         args=ToRLConfig(**options),
         train_dataset=Dataset.from_list(rows),
-        eval_dataset=Dataset.from_list(rows[:4]) if "eval_strategy" in options else None,
+        eval_dataset=Dataset.from_list(eval_rows) if "eval_strategy" in options else None,
         processing_class=byte_level_tokenizer(),
         callbacks=[MetricsFile(folder)],
     )
@@ -254,6 +265,16 @@ def test_evaluation_is_measured_over_all_its_batches_and_recorded(tmp_path, grad
     table = read_rollouts(tmp_path / "rollouts" / "eval_step_000002.parquet")
     assert table.num_rows == 8
     assert len(set(table["group_id"].to_pylist())) == 4
+
+
+def test_an_evaluation_logs_the_average_of_each_benchmark(tmp_path, grader):
+    options = {"eval_strategy": "steps", "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    trainer = make_trainer(
+        tmp_path, grader, benchmarks=["a", "b", "a", "b"], texts=[RIGHT, RIGHT, WRONG, RIGHT], **options
+    )
+    trainer.evaluate()
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (line["a/avg@2"], line["b/avg@2"], line["accuracy"]) == (1.0, 0.5, 0.75)
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.2, True), (0.25, False)])

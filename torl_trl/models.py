@@ -10,13 +10,10 @@ from torl_trl.config import ToRLConfig
 from torl_trl.errors import UserError
 
 
-def load_tokenizer(model_args: ModelConfig, args: ToRLConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model_name_or_path`. Raises `UserError`."""
-    name = model_args.model_name_or_path
-    with _one_sentence("tokenizer", name):
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=model_args.model_revision, trust_remote_code=args.trust_remote_code
-        )
+def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder or Hub id. Raises `UserError`."""
+    with one_sentence("tokenizer", name):
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:  # transformers makes an empty tokenizer for a folder that has none
         raise UserError(f"The model {name!r} has no tokenizer with an end-of-sequence token: add its tokenizer files.")
     return tokenizer
@@ -31,12 +28,13 @@ def load_model(model_args: ModelConfig, args: ToRLConfig) -> PreTrainedModel:
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
     }
-    with _one_sentence("model", name):
+    with one_sentence("model", name):
         return AutoModelForCausalLM.from_pretrained(name, **options | (args.model_init_kwargs or {}))
 
 
 @contextlib.contextmanager
-def _one_sentence(what: str, name: str) -> Iterator[None]:
+def one_sentence(what: str, name: str) -> Iterator[None]:
+    """What fails while `name` is loaded becomes a `UserError`."""
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:

@@ -17,8 +17,9 @@ from torl_trl.rollout import Rollout
 class Recorder:
     """Takes the generation batches of training ("train") and evaluation ("eval"); every rank has one."""
 
-    def __init__(self, args: ToRLConfig, accelerator: Accelerator, engine: str):
+    def __init__(self, args: ToRLConfig, accelerator: Accelerator, engine: str, benchmarks: Sequence[str] = ()):
         self._args = args
+        self._benchmarks = benchmarks  # those that evaluation rows may name in their column `benchmark`
         self._accelerator = accelerator
         self._engine = engine
         self._sums: dict[str, dict[str, Ratio]] = {"train": {}, "eval": {}}
@@ -65,7 +66,10 @@ class Recorder:
         executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
         reward = Ratio(totals.nansum().item(), int((~unscorable).sum()))
         ratios = self._over_ranks(
-            rollout_metrics(rollouts) | {"reward": reward, "time/executing": Ratio(executing, 1)} | dict(extra)
+            rollout_metrics(rollouts)
+            | {"reward": reward, "time/executing": Ratio(executing, 1)}
+            | self._benchmark_averages(inputs, group_size)
+            | dict(extra)
         )
         for name, ratio in ratios.items():
             self.add(mode, name, ratio)
@@ -113,6 +117,14 @@ class Recorder:
         args = self._args
         steps_per_batch = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         return step == 1 or step % args.save_rollouts_every < max(1, steps_per_batch)
+
+    def _benchmark_averages(self, inputs: Sequence[dict[str, Any]], group_size: int) -> dict[str, Ratio]:
+        """`<benchmark>/avg@k`, the same names on all ranks; a rollout whose interpreter failed counts nowhere."""
+        averages = {f"{name}/avg@{group_size}": Ratio() for name in self._benchmarks}
+        for row in inputs:
+            if (verdict := row["rollouts"].verdict) is not None and row.get("benchmark"):
+                averages[f"{row['benchmark']}/avg@{group_size}"] += Ratio(verdict.correct, 1)
+        return averages
 
     def _over_ranks(self, ratios: dict[str, Ratio]) -> dict[str, Ratio]:
         if self._accelerator.num_processes == 1:

@@ -42,7 +42,8 @@ class ToRLTrainer(GRPOTrainer):
         reward_funcs: reward functions in TRL's signature; they get the records as the keyword `rollouts`.
         interpreter: runs the model's code; None only with `max_tool_calls: 0`. The caller closes it.
         args: the run's configuration.
-        train_dataset, eval_dataset: columns `prompt` (text), `solution`, `problem_id`, as `torl_trl.data` makes them.
+        train_dataset, eval_dataset: columns `prompt` (text), `solution`, `problem_id`, as `torl_trl.data` makes them;
+            an evaluation with a column `benchmark` logs `<benchmark>/avg@k` for each.
 
     Raises `UserError` for settings that cannot work.
     """
@@ -85,7 +86,9 @@ class ToRLTrainer(GRPOTrainer):
         if self.accelerator.device.type == "cpu":
             score_completions_only()
         self._generation = make_generation(self)
-        self._recorder = Recorder(args, self.accelerator, self._generation.name)
+        named = eval_dataset is not None and "benchmark" in eval_dataset.column_names
+        benchmarks = eval_dataset.unique("benchmark") if named else ()
+        self._recorder = Recorder(args, self.accelerator, self._generation.name, benchmarks)
 
     # --- rollouts -----------------------------------------------------------------------------------------------
 
