@@ -13,6 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from torl_report.page import PAGE_NAME
 from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, ROLLOUTS_NAME, read_metrics
 
 logger = logging.getLogger("torl_trl.console")
@@ -89,6 +90,7 @@ def log_summary(run_folder: Path) -> None:
     logger.info("")
     checkpoint = run_folder / f"checkpoint-{max(line['step'] for line in lines)}"
     for label, path in (
+        ("report", run_folder / PAGE_NAME),
         ("figure", run_folder / CURVES_NAME),
         ("metrics", run_folder / METRICS_NAME),
         ("rollouts", run_folder / ROLLOUTS_NAME),

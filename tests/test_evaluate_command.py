@@ -11,7 +11,11 @@ from pathlib import Path
 
 import evaluate
 import pytest
+import torch
 from launching import ROOT, launch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_server_process import vllm_server
 
 from torl_trl.errors import UserError
 from torl_trl.records import read_rollouts
@@ -113,6 +117,34 @@ def test_two_processes_give_what_one_gives(engine, tmp_path):
     words = [*SAMPLED, "--engine", engine, "--batch_size", "32"]
     assert evaluated(tmp_path / "two", *words, processes=2) == evaluated(tmp_path / "one", *words)
     assert all(path.stat().st_size for path in (tmp_path / "two" / "parts").glob("*.jsonl"))
+
+
+@pytest.mark.slow
+def test_an_adapter_is_merged_into_its_base_and_two_processes_share_it(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "adapter")
+    words = ["--engine", "transformers", "--max_problems", "20", "--batch_size", "10"]
+    found = evaluated(tmp_path / "of_adapter", *words, "--model", str(tmp_path / "adapter"), processes=2)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "merged")
+    expected = evaluated(tmp_path / "of_merged", *words, "--model", str(tmp_path / "merged"))
+    assert found["benchmarks"] == expected["benchmarks"]
+    assert found["benchmarks"] != evaluated(tmp_path / "of_base", *words)["benchmarks"]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_servers_give_the_greedy_texts_of_the_other_engines(tmp_path):
+    pytest.importorskip("vllm")
+    with vllm_server(TINY) as server:
+        words = ["--engine", "vllm_server", "--urls", server.url, "--max_problems", "40"]
+        served = evaluated(tmp_path / "served", *words)
+    here = evaluated(tmp_path / "here", "--engine", "transformers", "--max_problems", "40")
+    assert served["benchmarks"] == here["benchmarks"]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The engine that an evaluation generates with: vLLM in this process, vLLM servers, or transformers."""
 
 import contextlib
+import json
 import os
 import shutil
 import time
@@ -65,11 +66,22 @@ def choose_engine() -> str:
     return "vllm"
 
 
+def base_of(options: EngineOptions) -> str:
+    """The model itself, or what the adapter was trained on."""
+    adapter = find_adapter_config_file(options.model, revision=options.revision)
+    if adapter is None:
+        return options.model
+    return json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
+
+
 def context_of(options: EngineOptions) -> int:
     """How many tokens the model can take, prompt and completion."""
-    with one_sentence("model", options.model):
+    base = base_of(options)
+    with one_sentence("model", base):
         config = AutoConfig.from_pretrained(
-            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
+            base,
+            revision=options.revision if base == options.model else None,
+            trust_remote_code=options.trust_remote_code,
         )
     return config.get_text_config().max_position_embeddings
 
@@ -78,7 +90,7 @@ def eos_token_ids(options: EngineOptions, tokenizer: PreTrainedTokenizerBase) ->
     """The tokens that end a text: the tokenizer's, and those of the model's generation config."""
     ids = {tokenizer.eos_token_id}
     with contextlib.suppress(OSError):  # a model without that file
-        more = GenerationConfig.from_pretrained(options.model, revision=options.revision).eos_token_id
+        more = GenerationConfig.from_pretrained(base_of(options)).eos_token_id
         ids.update([more] if isinstance(more, int) else more or [])
     return sorted(ids)
 
@@ -106,7 +118,7 @@ def open_engine(
 
 def merged_model(options: EngineOptions, tokenizer: PreTrainedTokenizerBase, folder: Path) -> str:
     """Return the model, or for a PEFT adapter the folder of the merged weights, made once for all processes."""
-    if find_adapter_config_file(options.model, revision=options.revision) is None:
+    if base_of(options) == options.model:
         return options.model
     merged, aside = folder / "merged_model", folder / "merged_model.tmp"
     if os.environ.get("RANK", "0") != "0":

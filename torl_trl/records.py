@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from torl_trl.errors import UserError
 from torl_trl.rollout import Rollout, ToolCall
 from torl_trl.run_folder import ROLLOUTS_NAME
 from torl_trl.sentinels import find_sentinels
@@ -118,9 +119,9 @@ def rollout_row(
 
 
 def segment_texts(row: Mapping[str, Any]) -> list[tuple[bool, str]]:
-    """The stretches of a full row as (inserted, text), in order. Raises `ValueError` on one from before segments."""
+    """The stretches of a full row as (inserted, text), in order. Raises `UserError` on one from before segments."""
     if row["segments"] is None:
-        raise ValueError("This rollout was recorded without its segments, by an older version: record it again.")
+        raise UserError("This rollout was recorded without its segments, by an older version: record it again.")
     texts, start = [], 0
     for segment in row["segments"]:
         texts.append((segment["inserted"], row["completion"][start : start + segment["chars"]]))
@@ -152,13 +153,16 @@ def write_rollouts(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_rollouts(path: Path) -> pa.Table:
-    """Read a file of rollouts. Raises `ValueError` if it is none, or of a newer schema than this package knows."""
-    table = pq.read_table(path, partitioning=None)
+    """Read a file of rollouts. Raises `UserError` if it is none, or of a newer schema than this package knows."""
+    try:
+        table = pq.read_table(path, partitioning=None)
+    except pa.ArrowException as error:
+        raise UserError(f"{str(path)!r} is not a file of rollouts ({error}): remove it.") from error
     version = (table.schema.metadata or {}).get(_VERSION_KEY)
     if version is None:
-        raise ValueError(f"{str(path)!r} is not a file of rollouts: it names no schema version.")
+        raise UserError(f"{str(path)!r} is not a file of rollouts: it names no schema version, remove it.")
     if int(version) > SCHEMA_VERSION:
-        raise ValueError(
+        raise UserError(
             f"{str(path)!r} has rollouts of schema version {int(version)}, this package reads up to {SCHEMA_VERSION}: "
             "update torl-trl."
         )

@@ -61,7 +61,7 @@ def write_config(run_folder: Path, *parts: Any, leave_out: Collection[str] = ())
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl. A half-written last line (no newline yet) is ignored.
 
-    Raises `FileNotFoundError` without the file, `ValueError` on any other line that is not a JSON object.
+    Raises `FileNotFoundError` without the file, `UserError` on any other line that is not a JSON object.
     """
     path = run_folder / METRICS_NAME
     complete = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -70,9 +70,9 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{str(path)!r}, line {number}, is not JSON ({error}): mend or remove it.") from error
+            raise UserError(f"{str(path)!r}, line {number}, is not JSON ({error}): mend or remove it.") from error
         if not isinstance(line, dict):
-            raise ValueError(f"{str(path)!r}, line {number}, is {text!r}, not a JSON object: mend or remove it.")
+            raise UserError(f"{str(path)!r}, line {number}, is {text!r}, not a JSON object: mend or remove it.")
         lines.append(line)
     return lines
 
