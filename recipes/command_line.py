@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser
 
+from torl_trl.checkpoints import is_whole, last_whole_checkpoint
 from torl_trl.config import ToRLConfig, ToRLScriptArguments
 from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
+
+logger = logging.getLogger("torl_trl.command_line")
 
 LOCAL_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "prompt_template")
 """Keys whose value may be a path relative to the YAML's folder."""
@@ -87,16 +89,21 @@ def run_main(main: Callable[[], None]) -> NoReturn:
 
 
 def _checkpoint(args: ToRLConfig) -> str | None:
-    """The checkpoint folder to resume from; `true` takes the last one of `output_dir`."""
+    """The checkpoint folder to resume from; `true` takes the last whole one of `output_dir`, if there is one."""
     name = args.resume_from_checkpoint
     if name is None or str(name).lower() == "false":
         return None
     if str(name).lower() == "true":
-        name = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
-        if name is None:
-            raise UserError(f"resume_from_checkpoint is true and {args.output_dir!r} has no checkpoint: remove it.")
+        last = last_whole_checkpoint(Path(args.output_dir))
+        logger.info("resume_from_checkpoint: %s", last or f"no whole checkpoint in {args.output_dir!r}, a new run")
+        return None if last is None else str(last)
     if not Path(name).is_dir():
         raise UserError(f"resume_from_checkpoint is {name!r}, which is no folder: name a checkpoint-N, or true.")
+    if not is_whole(Path(name)):
+        raise UserError(
+            f"resume_from_checkpoint {name!r} is not whole (the run was killed while it saved, or save_only_model was "
+            "true): name another checkpoint-N, or true for the last whole one."
+        )
     return str(name)
 
 

@@ -186,6 +186,10 @@ class ToRLTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
         return EpochSampler(super()._get_train_sampler(dataset))
 
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # see torl_trl.checkpoints
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         return super()._compute_loss(model, without_padding(inputs))
 
