@@ -17,7 +17,7 @@ from pathlib import Path
 
 from machine import machine_facts
 
-from torl_trl.grading import Grader
+from torl_grading import Grader
 
 RESULTS = Path(__file__).parent / "results" / "grading.json"
 HANGS = (

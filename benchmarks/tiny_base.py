@@ -17,9 +17,9 @@ import torch
 from machine import machine_facts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torl_grading import Grader
 from torl_trl.engines.base import Sampling
 from torl_trl.engines.transformers import TransformersEngine
-from torl_trl.grading import Grader
 from torl_trl.interpreters import get_interpreter
 from torl_trl.metrics import metric_values, rollout_metrics
 from torl_trl.prompts import TORL_TEMPLATE, render_prompt

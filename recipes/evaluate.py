@@ -34,9 +34,9 @@ from torl_eval.parts import Parts
 from torl_eval.prompting import prompt_ids, prompt_text
 from torl_eval.results import summarize
 from torl_eval.tables import console_table, markdown_section
+from torl_grading import Grader
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 from torl_trl.interpreters import get_interpreter
 from torl_trl.models import load_tokenizer
 from torl_trl.prompts import shorten

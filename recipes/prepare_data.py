@@ -25,20 +25,18 @@ from torl_data.card import draw_scores, write_card
 from torl_data.curation import Benchmarks
 from torl_data.filters import SELECTIONS, STEPS, filters, reading, selection
 from torl_data.sources import (
-    ANSWER_COLUMNS,
-    BENCHMARKS,
-    PROBLEM_COLUMNS,
     SOURCES,
+    benchmark_place,
     open_source,
     parse_benchmarks,
     parse_source,
-    problem_of,
     to_row,
 )
 from torl_data.steps import Step, StepReport, Workers, run_step
+from torl_eval.benchmarks import ANSWER_COLUMNS, PAPER_BENCHMARKS, PROBLEM_COLUMNS, problem_of
+from torl_grading import Grader
 from torl_trl.data import DataError, Row
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 
 OUTPUT_COLUMNS = ("problem", "answer", "source", "origin", "problem_id")
 
@@ -66,7 +64,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--lim_epochs", type=int, help="use the first epochs only (default: all whole ones)")
     add("--min_pass_rate", type=float, default=0.0, help="keep pass rates above this")
     add("--max_pass_rate", type=float, default=1.0, help="and below this")
-    parser.epilog = "The benchmarks are " + ", ".join(f"{name}={place}" for name, place in BENCHMARKS.items())
+    parser.epilog = "The benchmarks are " + ", ".join(map(benchmark_place, PAPER_BENCHMARKS))
     parser.epilog += "; --benchmarks adds others, and says where one of these is when it has its name."
     args = parser.parse_args(arguments)
     _check(args)

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, checksum, load_benchmark
+from torl_grading import Grader
 from torl_trl.data import DataError
-from torl_trl.grading import Grader
 
 ROWS = {
     "aime24": 30,

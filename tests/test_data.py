@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from torl_grading import Grader
 from torl_trl.data import DataError, LoadReport, load_problems, problem_id, solution_text
-from torl_trl.grading import Grader
 
 TEMPLATE = "Question: {question}\nAnswer:\n"
 ROWS = [

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from known_verdicts import ACCEPTED, KNOWN
 
-from torl_trl.grading import Grader, grade
-from torl_trl.grading.extraction import last_boxed
-from torl_trl.grading.normal import normalize, number, split_unit, strip_delimiters
+from torl_grading import Grader, grade
+from torl_grading.extraction import last_boxed
+from torl_grading.normal import normalize, number, split_unit, strip_delimiters
 
 UNDONE = re.compile(r"[+!]|\\binom|\\log|\\sum|\\cdot 1")  # an answer has to be worked out, a solution does not
 

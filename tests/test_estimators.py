@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torl_eval.estimators import answer_classes, average, graders_equal, majority, pass_at
-from torl_trl.grading import Grader
+from torl_grading import Grader
 
 
 def random_table(problems: int, samples: int, seed: int) -> list[list[bool]]:

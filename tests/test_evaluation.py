@@ -12,9 +12,9 @@ from torl_eval.evaluation import Protocol, make_items, run_items, sample_seed
 from torl_eval.parts import Parts
 from torl_eval.prompting import prompt_ids, prompt_text
 from torl_eval.results import summarize
+from torl_grading import Grader
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 from torl_trl.interpreters.base import InterpreterUnavailable
 from torl_trl.rollout import RolloutConfig
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from torl_trl.grading import Grader
-from torl_trl.grading.extraction import extract_answer, last_boxed
+from torl_grading import Grader
+from torl_grading.extraction import extract_answer, last_boxed
 
 CALL = "```python\nprint(6*7)\n```\n```output"
 

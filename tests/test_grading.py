@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torl_trl.grading import Grader, GraderError, grade
-from torl_trl.grading.equivalence import compare_texts, is_too_large
-from torl_trl.grading.extraction import drop_fences, extract_answer, last_boxed
-from torl_trl.grading.normal import normalize
+from torl_grading import Grader, GraderError, grade
+from torl_grading.equivalence import compare_texts, is_too_large
+from torl_grading.extraction import drop_fences, extract_answer, last_boxed
+from torl_grading.normal import normalize
 
 EVALUATES_FOR_EVER = r"\sum_{k=1}^{9999} k^k"  # the guard lets it pass
 NEEDS_ALGEBRA = (r"\boxed{\sqrt{12}}", r"2\sqrt{3}")
@@ -340,7 +340,7 @@ def test_an_answer_that_kills_two_workers_is_wrong_and_does_not_stop_the_others(
         'while read line; do case "$line" in *27*) kill -9 $$;; *) echo \'{"reason": "equal"}\';; esac; done\n'
     )
     stand_in.chmod(0o755)
-    monkeypatch.setattr("torl_trl.grading.pool.sys.executable", str(stand_in))
+    monkeypatch.setattr("torl_grading.pool.sys.executable", str(stand_in))
     with Grader() as grader:
         killer = grader.submit([r"\boxed{\sqrt{27}}"], r"3\sqrt{3}")
         assert (killer.result().score, killer.result().reason, grader.restarts) == (-1.0, "crashed", 2)
@@ -348,12 +348,12 @@ def test_an_answer_that_kills_two_workers_is_wrong_and_does_not_stop_the_others(
 
 
 def test_workers_that_never_get_ready_are_an_error_and_never_a_wrong_answer(monkeypatch):
-    monkeypatch.setattr("torl_trl.grading.pool.sys.executable", shutil.which("false"))
+    monkeypatch.setattr("torl_grading.pool.sys.executable", shutil.which("false"))
     with Grader() as grader:
         pending = grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1])
         with pytest.raises(GraderError, match="Two grading workers in a row did not get ready"):
             pending.result()
-    monkeypatch.setattr("torl_trl.grading.pool.sys.executable", "/does/not/exist")
+    monkeypatch.setattr("torl_grading.pool.sys.executable", "/does/not/exist")
     with Grader() as grader, pytest.raises(GraderError, match="does not start"):
         grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result()
 
@@ -402,7 +402,7 @@ def test_the_worker_sees_little_of_the_environment_and_loads_no_torch(monkeypatc
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result()
     code = (
-        "import sys, torl_trl.grading.worker; print([m for m in ('torch', 'trl', 'transformers') if m in sys.modules])"
+        "import sys, torl_grading.worker; print([m for m in ('torch', 'trl', 'transformers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     if sys.platform == "linux":
@@ -422,7 +422,7 @@ def test_a_script_without_a_main_guard_can_grade(tmp_path):
     # With multiprocessing's spawn, each worker would run this script again.
     script = tmp_path / "script.py"
     script.write_text(
-        f"from torl_trl.grading import grade\nprint(grade(r'{NEEDS_ALGEBRA[0]}', r'{NEEDS_ALGEBRA[1]}').score)\n"
+        f"from torl_grading import grade\nprint(grade(r'{NEEDS_ALGEBRA[0]}', r'{NEEDS_ALGEBRA[1]}').score)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)

@@ -15,17 +15,16 @@ from matplotlib.image import imread
 from torl_data.curation import Benchmarks
 from torl_data.sources import (
     Source,
-    answer_of,
     normalise_problem,
     open_source,
     parse_benchmarks,
     parse_source,
-    problem_of,
 )
 from torl_data.steps import Step, Workers, run_step
+from torl_eval.benchmarks import answer_of, problem_of
+from torl_grading import Grader
 from torl_trl.data import DataError, LoadReport, load_problems, problem_id
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 
 TOKENIZER = str(prepare_data.Path(prepare_data.__file__).parent / "tiny" / "base")
 BENCHMARK = (
@@ -261,7 +260,7 @@ def test_benchmarks_are_the_five_and_others(tmp_path):
     sources = {source.name: source for source in parse_benchmarks([f"math500={path}", "gsm8k=openai/gsm8k:main@test"])}
     assert list(sources) == ["aime24", "aime25", "math500", "olympiadbench", "amc23", "gsm8k"]
     assert sources["math500"].place == str(path)
-    assert sources["olympiadbench"] == Source("olympiadbench", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train")
+    assert sources["olympiadbench"] == Source("olympiadbench", "zkshan2002/olympiad_bench", None, "test")
 
 
 def test_a_hub_data_set_is_streamed_with_the_columns_of_use(monkeypatch):

@@ -11,10 +11,10 @@ from scripted_engine import ScriptedEngine
 from stand_in_sandbox_fusion import SandboxFusionStandIn
 from toys import FakeInterpreter, byte_level_tokenizer, ok
 
+from torl_grading import Grader
 from torl_report import replay
 from torl_report.replay import reexecute, regrade, replay_table, write_replay
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 from torl_trl.interpreters import EmbeddedInterpreter, Interpreter, InterpreterUnavailable, SandboxFusionInterpreter
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rewards import AccuracyReward

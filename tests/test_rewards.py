@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torl_trl.grading import Grader
+from torl_grading import Grader
 from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.rewards import AccuracyReward, ExecutabilityPenalty
 from torl_trl.rollout import Rollout, Segment, StopReason, ToolCall

@@ -17,8 +17,8 @@ import pytest
 from stand_in_sandbox_fusion import TROUBLE, Body, SandboxFusionStandIn, answer_at_once, call_in, response
 from test_trainer import RIGHT, SILENT, WRONG, make_trainer, scored_batch
 
+from torl_grading import Grader
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 from torl_trl.interpreters import (
     ExecutionResult,
     ExecutionStatus,

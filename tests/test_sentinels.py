@@ -3,7 +3,7 @@
 import pytest
 from toys import ok
 
-from torl_trl.grading import Verdict
+from torl_grading import Verdict
 from torl_trl.rollout import Rollout, Segment, StopReason, ToolCall
 from torl_trl.sentinels import SENTINELS, find_sentinels
 

@@ -9,9 +9,9 @@ from toys import FakeInterpreter, ok
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_server_process import vllm_server
 
+from torl_grading import Grader
 from torl_trl.config import ToRLConfig
 from torl_trl.data import read_rows
-from torl_trl.grading import Grader
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.prompts import load_template, render_prompt
 from torl_trl.rewards import AccuracyReward

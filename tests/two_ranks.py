@@ -7,7 +7,7 @@ import time
 from test_trainer import answer, make_trainer
 from toys import FakeInterpreter
 
-from torl_trl.grading import Grader
+from torl_grading import Grader
 
 
 class Dying(FakeInterpreter):

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet as pq
 from transformers import AutoTokenizer
 
+import torl_grading
 from torl_data.curation import NearDuplicates
 from torl_data.limr import AccuracyTable, accuracy_table, in_band, lim_scores, pass_rates, select
 from torl_data.sources import normalise_problem
@@ -23,10 +24,9 @@ from torl_data.steps import (
     examine_sketch,
     read_rows_of,
 )
-from torl_trl import grading
+from torl_grading import Grader
 from torl_trl.data import Row, check_solutions, problem_id, read_file
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 from torl_trl.prompts import load_template, render_prompt
 
 STEPS = (
@@ -161,7 +161,7 @@ def _unverifiable(grader: Grader) -> Step:
         reasons = check_solutions((row["answer"] for row in rows), grader)
         return [reasons[row["answer"]] for row in rows]
 
-    files = sorted(Path(grading.__file__).parent.glob("*.py"))
+    files = sorted(Path(torl_grading.__file__).parent.glob("*.py"))
     options = {"grader": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()}
     return Step(
         "unverifiable", "answers the verifier cannot use", examine, lambda row, reason: reason, options, here=True

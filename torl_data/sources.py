@@ -12,25 +12,29 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow
 import pyarrow.parquet as pq
 
+from torl_eval.benchmarks import (
+    ANSWER_COLUMNS,
+    BENCHMARKS,
+    PAPER_BENCHMARKS,
+    PROBLEM_COLUMNS,
+    SOLUTION_COLUMN,
+    answer_of,
+    problem_of,
+)
 from torl_trl.data import (
     READERS,
     SOURCE_COLUMNS,
     DataError,
     Row,
     first_line,
-    ground_truth,
     problem_id,
     read_file,
-    solution_text,
-    user_message,
 )
-from torl_trl.grading.extraction import last_boxed
 
 SOURCES = {
     "numinamath-cot": "AI-MO/NuminaMath-CoT",
@@ -41,18 +45,6 @@ SOURCES = {
 }
 """Short names. ToRL took NuminaMath, MATH and DeepScaleR (paper, section 2.1)."""
 
-BENCHMARKS = {
-    "aime24": "HuggingFaceH4/aime_2024@train",
-    "aime25": "math-ai/aime25@test",
-    "math500": "HuggingFaceH4/MATH-500@test",
-    "olympiadbench": "Hothan/OlympiadBench:OE_TO_maths_en_COMP@train",
-    "amc23": "math-ai/amc23@test",
-}
-"""The five benchmarks of the paper, from which the training data must be free."""
-
-PROBLEM_COLUMNS = ("problem", "question")
-ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth")
-SOLUTION_COLUMN = "solution"
 _READ = {
     *PROBLEM_COLUMNS,
     *ANSWER_COLUMNS,
@@ -99,9 +91,17 @@ def parse_source(text: str) -> Source:
 
 
 def parse_benchmarks(texts: list[str]) -> list[Source]:
-    """Return the five benchmarks and those of `texts`; a text with the name of one of the five says where that is."""
-    sources = {name: parse_source(f"{name}={place}") for name, place in BENCHMARKS.items()}
+    """Return the five benchmarks of the paper, from which the training data must be free, and those of `texts`; a
+    text with the name of one of the five says where that is."""
+    sources = {name: parse_source(benchmark_place(name)) for name in PAPER_BENCHMARKS}
     return list((sources | {source.name: source for source in map(parse_source, texts)}).values())
+
+
+def benchmark_place(name: str) -> str:
+    """Where a benchmark is, as a source is written."""
+    benchmark = BENCHMARKS[name]
+    subset = f":{benchmark.subset}" if benchmark.subset else ""
+    return f"{name}={benchmark.hub}{subset}@{benchmark.split}"
 
 
 def open_source(source: Source, extra_columns: set[str]) -> tuple[str, Iterator[Row]]:
@@ -157,25 +157,6 @@ def _stream(file: Path, columns: set[str]) -> Iterator[Row]:
         if isinstance(error, DataError):
             raise
         raise DataError(f"Data file {file.name!r} cannot be read ({error}): repair or convert it.") from error
-
-
-def problem_of(row: Row, column: str | None) -> str | None:
-    """Return the problem's text: `column`, a usual column, or the last user message of a chat (verl's schema)."""
-    value = next((row[name] for name in (column, *PROBLEM_COLUMNS) if row.get(name)), None)
-    if value is None:
-        value = user_message(row.get("prompt"))
-    return value if isinstance(value, str) and value.strip() else None
-
-
-def answer_of(row: Row, column: str | None) -> str | None:
-    """Return the one known answer as text: `column`, a usual column, verl's ground truth, or the solution's box."""
-    value: Any = next((row[name] for name in (column, *ANSWER_COLUMNS) if row.get(name) is not None), None)
-    if value is None:
-        value = ground_truth(row.get("reward_model"))
-    if value is None and isinstance(row.get(SOLUTION_COLUMN), str):
-        value = last_boxed(row[SOLUTION_COLUMN])
-    text = solution_text(value)
-    return (last_boxed(text) if "\\boxed" in (text or "") else text) or None
 
 
 def to_row(row: Row, source: Source, problem_column: str | None, answer_column: str | None) -> Row:

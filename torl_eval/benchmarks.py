@@ -18,6 +18,7 @@ from pathlib import Path
 
 import datasets
 
+from torl_grading.extraction import last_boxed
 from torl_trl.data import (
     READERS,
     DataError,
@@ -29,7 +30,6 @@ from torl_trl.data import (
     solution_text,
     user_message,
 )
-from torl_trl.grading.extraction import last_boxed
 from torl_trl.prompts import render_prompt
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def _problems(rows: Sequence[Row], name: str) -> list[Row]:
     problems: list[Row] = []
     seen: Counter[str] = Counter()
     for number, row in enumerate(rows, start=1):
-        problem, solution = _problem(row), _solution(row)
+        problem, solution = problem_of(row), answer_of(row)
         if problem is None or solution is None:
             lacks = "problem" if problem is None else "single known answer"
             raise DataError(
@@ -174,16 +174,16 @@ def _problems(rows: Sequence[Row], name: str) -> list[Row]:
     return problems
 
 
-def _problem(row: Row) -> str | None:
-    """The text of a usual column, or of the last user message of a chat (verl's schema)."""
-    value = next((row[column] for column in PROBLEM_COLUMNS if row.get(column)), None)
+def problem_of(row: Row, column: str | None = None) -> str | None:
+    """Return the problem's text: `column`, a usual column, or the last user message of a chat (verl's schema)."""
+    value = next((row[name] for name in (column, *PROBLEM_COLUMNS) if row.get(name)), None)
     value = user_message(row.get("prompt")) if value is None else value
     return value.strip() or None if isinstance(value, str) else None
 
 
-def _solution(row: Row) -> str | None:
-    """The answer of a usual column, of verl's schema, or in the box of a worked solution."""
-    value = next((row[column] for column in ANSWER_COLUMNS if row.get(column) is not None), None)
+def answer_of(row: Row, column: str | None = None) -> str | None:
+    """Return the one known answer as text: `column`, a usual column, verl's ground truth, or the solution's box."""
+    value = next((row[name] for name in (column, *ANSWER_COLUMNS) if row.get(name) is not None), None)
     value = ground_truth(row.get("reward_model")) if value is None else value
     if value is None and isinstance(row.get(SOLUTION_COLUMN), str):
         value = last_boxed(row[SOLUTION_COLUMN])

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torl_trl.grading import Grader
+from torl_grading import Grader
 
 Table = Sequence[Sequence[bool]]
 Equal = Callable[[list[tuple[str, str]]], list[bool]]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torl_eval.benchmarks import PAPER_BENCHMARKS
 from torl_eval.estimators import answer_classes, average, graders_equal, majority, pass_at
-from torl_trl.grading import Grader
+from torl_grading import Grader
 from torl_trl.metrics import Ratio, metric_values
 from torl_trl.rollout import StopReason
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from torl_trl.grading.equivalence import MAX_ANSWER_CHARS, Reason, compare_texts, split
-from torl_trl.grading.extraction import drop_fences, extract_answer
-from torl_trl.grading.normal import normalize, number
+from torl_grading.equivalence import MAX_ANSWER_CHARS, Reason, compare_texts, split
+from torl_grading.extraction import drop_fences, extract_answer
+from torl_grading.normal import normalize, number
 from torl_trl.prompts import NO_OUTPUT
 from torl_trl.records import segment_texts
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
-from torl_trl.grading import Grader, Verdict
+from torl_grading import Grader, Verdict
 from torl_trl.interpreters.base import ExecutionStatus
 from torl_trl.rollout import Rollout
 

@@ -24,7 +24,7 @@ from torl_trl.invariants import check_rollout, check_turn
 from torl_trl.progress import RolloutStats
 
 if TYPE_CHECKING:
-    from torl_trl.grading import Verdict
+    from torl_grading import Verdict
 
 logger = logging.getLogger(__name__)
 

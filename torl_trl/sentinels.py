@@ -6,8 +6,8 @@ A rising sentinel is a reason to read rollouts: the records name those of each r
 import ast
 import re
 
+from torl_grading.extraction import extract_answer
 from torl_trl import prompts
-from torl_trl.grading.extraction import extract_answer
 from torl_trl.rollout import Rollout, ToolCall
 
 SENTINELS = (

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from enum import StrEnum
 
-from torl_trl.grading.normal import normalize, number, same_number, split_unit
+from torl_grading.normal import normalize, number, same_number, split_unit
 
 MAX_ANSWER_CHARS = 400
 """Longer answers are not compared (no gold of the usual sets comes near it)."""

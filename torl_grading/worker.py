@@ -24,8 +24,8 @@ from math_verify import LatexExtractionConfig, parse, verify
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import BooleanAtom
 
-from torl_trl.grading.equivalence import Reason, same, shape, split, split_name
-from torl_trl.grading.normal import normalize, number, split_unit
+from torl_grading.equivalence import Reason, same, shape, split, split_name
+from torl_grading.normal import normalize, number, split_unit
 
 MEMORY_BYTES = 4 << 30
 # Units are dropped in `normal`: math-verify would drop the letter of "2m", "5n" or "3s".

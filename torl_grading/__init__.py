@@ -10,8 +10,8 @@ The answer is the last balanced `\boxed{}` outside fences (`extraction`). It is 
 
 import functools
 
-from torl_trl.grading.equivalence import Reason
-from torl_trl.grading.pool import Grader, GraderError, Verdict
+from torl_grading.equivalence import Reason
+from torl_grading.pool import Grader, GraderError, Verdict
 
 __all__ = ["Grader", "GraderError", "Reason", "Verdict", "grade"]
 _shared_grader = functools.cache(Grader)

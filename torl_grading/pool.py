@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torl_trl.grading.equivalence import Reason, check_text, compare_texts
-from torl_trl.grading.extraction import extract_answer
+from torl_grading.equivalence import Reason, check_text, compare_texts
+from torl_grading.extraction import extract_answer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ START_SECONDS = 120.0
 SOFT_SHARE = 0.1
 """Of the timeout, as CPU time: then a worker gives up by itself. No benchmark solution takes 0.4 s against itself."""
 
-_PATH = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")]))
+_PATH = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
 
@@ -64,7 +64,7 @@ class _Worker:
     def __init__(self) -> None:
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"PYTHONPATH": _PATH}
         # -P: a file in the working directory must not take the place of a library
-        command = [sys.executable, "-P", "-W", "ignore", "-m", "torl_trl.grading.worker"]
+        command = [sys.executable, "-P", "-W", "ignore", "-m", "torl_grading.worker"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         try:
             self.process = subprocess.Popen(command, **pipes, env=environment, start_new_session=True)

@@ -7,7 +7,7 @@ import functools
 import re
 from fractions import Fraction
 
-from torl_trl.grading.extraction import last_boxed
+from torl_grading.extraction import last_boxed
 
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _FINAL_STOP = re.compile(r"(?<![.,;\\])[.,;]$")
