@@ -3,7 +3,7 @@
     accelerate launch recipes/grpo_torl.py --config tiny.yaml [--key value ...]
 
 The YAML is found in the working directory or beside this script; every key can be overridden. The run's folder
-(`output_dir`) gets config.yaml, metrics.jsonl, rollouts/, curves.png and the checkpoints.
+(`output_dir`) gets config.yaml, metrics.jsonl, rollouts/, curves.png, report.html and the checkpoints.
 """
 
 import sys
@@ -18,11 +18,16 @@ from transformers import set_seed
 from trl import get_peft_config
 
 from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset
+from torl_grading import Grader
+from torl_report.card import write_card
 from torl_report.curves import draw_curves
+from torl_report.page import build_page
+from torl_report.tracking import RolloutTables, hide_secrets, log_report
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
+from torl_trl.batch import DERIVED
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.data import load_problems, on_main_process
-from torl_trl.grading import Grader
+from torl_trl.hub import open_repo
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.models import load_model, load_tokenizer
 from torl_trl.prompts import load_template
@@ -32,10 +37,14 @@ from torl_trl.run_folder import write_config
 def main() -> None:
     script_args, args, model_args = parse_arguments(sys.argv[1:], Path(__file__).parent)
     set_seed(args.seed)
+    hide_secrets(sys.argv, args)
     run_folder = Path(args.output_dir)
+    if args.push_to_hub:  # asked first: a run that cannot push would say so after hours
+        args.hub_model_id = on_main_process(partial(open_repo, args))
     if args.process_index == 0:
         # TRL derives generation_batch_size, and refuses it beside steps_per_generation when it is given again.
-        write_config(run_folder, script_args, args, model_args, leave_out=("generation_batch_size",))
+        derived = DERIVED if args.prompts_per_step else ("generation_batch_size",)
+        write_config(run_folder, script_args, args, model_args, leave_out=(*derived, "resume_from_checkpoint"))
 
     with ExitStack() as resources:
         # What can fail at once comes before what takes long.
@@ -82,6 +91,7 @@ def main() -> None:
         if args.executability_penalty:
             reward_funcs.append(ExecutabilityPenalty(scope=args.penalty_scope))
 
+        trackers = [RolloutTables(run_folder)] if "wandb" in args.report_to else []
         model = load_model(model_args, args)
         args.model_init_kwargs = None  # used; TRL refuses them beside a model
         trainer = ToRLTrainer(
@@ -92,17 +102,22 @@ def main() -> None:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[MetricsFile(run_folder), StepLines()],
+            callbacks=[MetricsFile(run_folder), StepLines(), *trackers],
             peft_config=get_peft_config(model_args),
+            model_card=partial(write_card, run_folder),
         )
         remove_bars(trainer)
 
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 
-        if args.push_to_hub:
-            trainer.push_to_hub(dataset_name=script_args.dataset_name)
         if trainer.is_world_process_zero():
             draw_curves(run_folder)
+            page = build_page([run_folder])
+            if trackers:
+                log_report(page)
+        if args.push_to_hub:
+            trainer.push_to_hub()
+        if trainer.is_world_process_zero():
             log_summary(run_folder)
 
 

@@ -1,12 +1,22 @@
 """Whole runs of the launch script, as users start them."""
 
+import json
+import math
 import os
 import re
+import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from launching import ROOT, SCRIPT, launch, metrics
+import torch
+import yaml
+from accelerate.utils import is_deepspeed_available
+from launching import ROOT, SCRIPT, SHORT, launch, metrics
+from transformers import AutoModelForCausalLM
 
 from torl_trl.records import read_rollouts
 
@@ -97,3 +107,124 @@ def test_a_rank_that_fails_in_its_rollouts_fails_all_at_once(tmp_path):
         "rank 1 raised OSError in N s: no space left on device",
     ], done.stderr[-2000:]
     assert all(int(re.search(r"(\d+) s:", line)[1]) < 60 for line in lines)
+
+
+# --- two processes, as `accelerate launch` starts them with each of our configs ------------------------------------
+
+CONFIGS = ROOT / "accelerate_configs"
+STEP = ("--num_generations", "8", "--per_device_train_batch_size", "8")
+STEP += ("--prompts_per_step", "16", "--gradient_accumulation_steps", "8")  # the latter as derived for two processes
+SEVEN_B = json.dumps(yaml.safe_load((ROOT / "recipes" / "qwen7b.yaml").read_text(encoding="utf-8"))["deepspeed"])
+
+needs_deepspeed = pytest.mark.skipif(
+    not is_deepspeed_available() or not shutil.which("c++"),
+    reason="needs deepspeed, and on a CPU a C++ compiler, with which it builds its collectives",
+)
+
+
+def start(config: str, folder: Path, *words: str, machine: int | None = None, port: int = 0) -> subprocess.Popen:
+    """Two steps of the tiny recipe in `folder` on two processes, or those of one of two machines."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
+    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", str(port)]
+    if machine is not None:
+        command += ["--machine_rank", str(machine), "--main_process_ip", "127.0.0.1"]
+    command += [SCRIPT, "--config", "tiny.yaml", "--output_dir", str(folder), *SHORT, *STEP, *words]
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which came with deepspeed
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    printed, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors[-3000:]
+    return printed
+
+
+def completions(folder: Path, step: int) -> list[dict]:
+    return read_rollouts(folder / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(folder / "checkpoint-2", dtype="float32").state_dict()
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory) -> Path:
+    """The run under DDP, with which the others are compared."""
+    folder = tmp_path_factory.mktemp("ddp")
+    finish(start("ddp.yaml", folder))
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_get_the_problems_and_about_the_rewards_of_one(ddp, tmp_path):
+    words = [*STEP[:-1], "16"]  # accumulation steps of one process
+    launch(tmp_path, *words)
+    one, two = completions(tmp_path, 1), completions(ddp, 1)
+    assert [row["problem_id"] for row in one] == [row["problem_id"] for row in two]
+    rewards = [metrics(folder)[0]["reward"] for folder in (tmp_path, ddp)]
+    assert rewards[0] == pytest.approx(rewards[1], abs=0.25)  # of 128 rollouts each, two standard errors
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("zero2.yaml", ()), ("zero3.yaml", ()), ("ddp.yaml", ("--deepspeed", SEVEN_B))],
+    ids=["zero2", "zero3", "the 7B recipe's own"],
+)
+def test_sharded_processes_train_the_weights_of_ddp(config, words, ddp, tmp_path):
+    finish(start(config, tmp_path, *words))
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]  # rank 0 alone writes
+    first = completions(tmp_path, 1)
+    calls = [sum(len(row["calls"]) for row in first if row["rank"] == rank) for rank in (0, 1)]
+    assert len(first) == 128 and calls[0] != calls[1] and all(calls)
+    assert [row["completion_ids"] for row in first] == [row["completion_ids"] for row in completions(ddp, 1)]
+    for ours, theirs in zip(metrics(tmp_path), metrics(ddp), strict=True):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3)
+    trained, expected = weights(tmp_path), weights(ddp)
+    assert all(torch.allclose(trained[name], expected[name], rtol=0, atol=1e-6) for name in expected)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_the_7b_recipe_s_sharding_keeps_float32_weights_behind_bfloat16_ones(tmp_path):
+    finish(start("ddp.yaml", tmp_path, "--deepspeed", SEVEN_B, "--bf16", "true", "--dtype", "bfloat16"))
+    assert all(math.isfinite(line[name]) for line in metrics(tmp_path) for name in ("loss", "grad_norm", "reward"))
+    (path,) = tmp_path.glob("checkpoint-2/global_step2/*zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    for master in state["single_partition_of_fp32_groups"]:  # with weight decay, and without
+        assert master.dtype == torch.float32
+        assert not torch.equal(master, master.bfloat16().float())
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ds3_gather_for_generation", "false"), "The transformers engine needs the whole model on each process"),
+        (("--deepspeed", SEVEN_B), "The recipe sets deepspeed and the accelerate config DEEPSPEED: launch without"),
+    ],
+)
+def test_sharding_that_cannot_work_is_refused_with_a_sentence(words, message, tmp_path):
+    process = start("zero3.yaml", tmp_path, *words)
+    errors = process.communicate(timeout=600)[1]
+    assert process.returncode != 0
+    assert any(line.startswith(f"Error: {message}") for line in errors.splitlines()), errors[-3000:]
+
+
+@pytest.mark.slow
+def test_two_machines_train_together(ddp, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    machines = [start("multi_node.yaml", tmp_path, machine=number, port=port) for number in (0, 1)]
+    with ThreadPoolExecutor() as pool:  # both at once, lest one waits on a full pipe
+        printed = list(pool.map(finish, machines))
+    assert ["step 2/2" in text for text in printed] == [True, False]
+    assert [row["completion_ids"] for row in completions(tmp_path, 2)] == [
+        row["completion_ids"] for row in completions(ddp, 2)
+    ]

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_deepspeed_available, parse_flag_from_env
 from trl import GRPOConfig, ScriptArguments
 
+from torl_trl.batch import derive_batch
 from torl_trl.errors import UserError
 from torl_trl.rollout import RolloutConfig
+from torl_trl.run_folder import _plain
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,15 @@ class ToRLConfig(GRPOConfig):
         metadata={"help": "How. TRL's sequence_mask drops long rollouts whole, since their ratios multiply."},
     )
     logging_steps: float = field(default=1, metadata={"help": "Log every that many steps."})
+    hub_private_repo: bool | None = field(default=True, metadata={"help": "Whether a new repository is private."})
+    gradient_accumulation_steps: int | None = field(
+        default=None, metadata={"help": "Micro-batches per update: 1, or what prompts_per_step makes it."}
+    )
 
+    prompts_per_step: int | None = field(
+        default=None,
+        metadata={"help": "Prompts of a step; gradient accumulation is derived from it. Paper: 128."},
+    )
     max_tool_calls: int = field(default=1, metadata={"help": "Tool calls per rollout, the paper's C. 0: no tool."})
     tool_trigger: str = field(
         default="output_marker",
@@ -103,15 +114,37 @@ class ToRLConfig(GRPOConfig):
     save_rollouts_every: int = field(
         default=10, metadata={"help": "Steps between rollout files with full text; ids and rewards are always kept."}
     )
+    hub_branch_per_save: bool = field(
+        default=False, metadata={"help": "Keep each save that is pushed as a branch step-N, beside main."}
+    )
 
     def __post_init__(self) -> None:
+        self._check_sharding()
+        if self.prompts_per_step is not None:
+            derive_batch(self, self.prompts_per_step)
+        if self.gradient_accumulation_steps is None:
+            self.gradient_accumulation_steps = 1
         super().__post_init__()
+        self._check_processes()
         self.interpreter_options = self._parsed_interpreter_options()
         self._check_choices()
         self._check_refused()
         self._check_ranges()
         if self.use_vllm:
             self._check_vllm()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options as plain values, without secrets: trackers store it."""
+        return _plain(super().to_dict(), "", [])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and training_args.bin hold, without secrets."""
+        return self.__dict__ | {"hub_token": None, "interpreter_options": _plain(self.interpreter_options, "", [])}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_dict()})"
+
+    __str__ = __repr__
 
     def rollout_config(self) -> RolloutConfig:
         """The part that `run_rollouts` takes."""
@@ -132,6 +165,26 @@ class ToRLConfig(GRPOConfig):
         if not isinstance(options, dict):
             raise UserError(f"interpreter_options is {options!r}: give a mapping, such as {{timeout_seconds: 5}}.")
         return options
+
+    def _check_sharding(self) -> None:
+        """Of DeepSpeed settings here and in accelerate's config, transformers would take a mixture without a word."""
+        if not self.deepspeed:
+            return
+        if not is_deepspeed_available():
+            raise UserError("deepspeed is set and the package is missing: install requirements.txt, or remove it.")
+        for name in ("DEEPSPEED", "FSDP"):
+            if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+                raise UserError(
+                    f"The recipe sets deepspeed and the accelerate config {name}: launch without --config_file or "
+                    'with ddp.yaml, or add --deepspeed "" to use the accelerate config alone.'
+                )
+
+    def _check_processes(self) -> None:
+        if self.prompts_per_step and self.generation_batch_size != self.prompts_per_step * self.num_generations:
+            raise UserError(
+                f"The launcher started {os.environ['WORLD_SIZE']} processes and {self.world_size} work together: "
+                "without a GPU set use_cpu: true."
+            )
 
     def _check_choices(self) -> None:
         for option in fields(self):
@@ -206,7 +259,11 @@ class ToRLScriptArguments(ScriptArguments):
     """Data arguments of the launch script. `dataset_name` is a Hub id or a local file or folder."""
 
     eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Held-out problems; without it, `dataset_test_split` of the training data."}
+        default=None,
+        metadata={
+            "help": "Held-out problems: data, or benchmarks as recipes/evaluate.py takes them, separated by commas. "
+            "Without it, `dataset_test_split` of the training data."
+        },
     )
     problem_column: str = field(default="problem", metadata={"help": "Column with the question."})
     answer_column: str = field(default="answer", metadata={"help": "Column with the known answer."})
@@ -234,7 +291,7 @@ class ToRLScriptArguments(ScriptArguments):
         """Where held-out problems come from. Raises `UserError` where it would be the training data again."""
         if self.eval_dataset_name:
             return self.eval_dataset_name
-        if Path(self.dataset_name).is_file():
+        if Path(self.dataset_name).is_file() or "://" in self.dataset_name:
             raise UserError(
                 f"There is no eval_dataset_name, and dataset_name {self.dataset_name!r} is one file, whose problems "
                 'are trained: name a file with held-out problems, or set eval_strategy to "no".'

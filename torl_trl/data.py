@@ -1,4 +1,4 @@
-"""Load problems with known answers: from the Hub, or from JSONL, JSON, CSV and parquet files.
+"""Load problems with known answers: from the Hub, or from JSONL, JSON, CSV and parquet files, here or at a URL.
 
     report = LoadReport("train")
     dataset = load_problems("math.jsonl", template=TORL_TEMPLATE, tokenizer=tokenizer, grader=grader, report=report)
@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import httpx
 import pyarrow
 import pyarrow.parquet
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from torl_grading import Grader
 from torl_trl.errors import UserError
-from torl_trl.grading import Grader
 from torl_trl.prompts import render_prompt
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ Row = dict[str, Any]
 
 SOURCE_COLUMNS = ("source", "family", "data_source")
 """The first of these that the data has becomes `source`."""
+KNOWN_ROWS = {"https://raw.githubusercontent.com/GAIR-NLP/ToRL/main/data/torl_data/train.parquet": 28_740}
+"""Numbers of rows that data at a URL should have: the paper's training set (its section 2.1)."""
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "eval", "dev")
 
 MISSING = "missing problem or answer"
@@ -74,13 +78,15 @@ def load_problems(
 ) -> datasets.Dataset:
     """Read problems, drop what cannot be trained on, and return the first `max_problems` of the rest, in order.
 
-    `name_or_path` is a file, a folder, or a Hub id (with `subset` for its configuration); a relative path is taken
-    from the working directory. `max_prompt_length` is in tokens (paper: 400). `name` stands in messages; `report` is
-    filled in. Raises `DataError` for whatever the user can mend.
+    `name_or_path` is a file, its URL, a folder, or a Hub id (with `subset` for its configuration); a relative path is
+    taken from the working directory. `max_prompt_length` is in tokens (paper: 400). `name` stands in messages;
+    `report` is filled in. Raises `DataError` for whatever the user can mend.
     """
     report = report if report is not None else LoadReport(name)
     rows = read_rows(name_or_path, split=split, subset=subset)
     report.rows = len(rows)
+    if (known := KNOWN_ROWS.get(name_or_path, len(rows))) != len(rows):
+        logger.warning("%s data: %d rows instead of %d: %s has changed.", name, len(rows), known, name_or_path)
     problems, missing = _read_problems(rows, name_or_path, problem_column, answer_column)
     _drop(report, MISSING, missing)
     problems = _distinct(problems, report)
@@ -114,7 +120,9 @@ def _drop(report: LoadReport, reason: str, count: int) -> None:
 
 
 def read_rows(name_or_path: str, *, split: str = "train", subset: str | None = None) -> list[Row]:
-    """Read a local file, the files of a folder, or a Hub data set, as a list of dicts. Raises `DataError`."""
+    """Read a file, here or at a URL, the files of a folder, or a Hub data set, as dicts. Raises `DataError`."""
+    if name_or_path.startswith(("http://", "https://")):
+        return read_file(fetch(name_or_path))
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return [row for file in _files_of(path, split) for row in read_file(file)]
@@ -129,6 +137,30 @@ def read_rows(name_or_path: str, *, split: str = "train", subset: str | None = N
             f"Data {name_or_path!r} (split {split!r}) is no local file or folder, and the Hub did not give it "
             f"({first_line(error)}): check the name, the split and the network."
         ) from error
+
+
+def fetch(url: str) -> Path:
+    """Return the file at a URL, kept in the cache of `datasets` from the first time on. Raises `DataError`."""
+    name = url.partition("?")[0].rpartition("/")[2]
+    path = Path(datasets.config.HF_DATASETS_CACHE, f"torl-{hashlib.sha1(url.encode()).hexdigest()[:12]}-{name}")
+    if path.exists():
+        return path
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with httpx.stream("GET", url, follow_redirects=True, timeout=60) as answer, aside.open("wb") as file:
+            answer.raise_for_status()
+            for chunk in answer.iter_bytes():
+                file.write(chunk)
+        aside.replace(path)
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        aside.unlink(missing_ok=True)
+        raise DataError(
+            f"Data {url!r} cannot be fetched ({first_line(error)}): check the address and the network, or fetch the "
+            "file where there is one and give its path instead."
+        ) from error
+    logger.info("Fetched %s to %s.", url, path)
+    return path
 
 
 def read_file(path: Path) -> list[Row]:
