@@ -24,8 +24,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from command_line import CommandParser, run_main
-
 from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, LoadedBenchmark, load_benchmark
 from torl_eval.comparison import compare
 from torl_eval.engines import ENGINES, EngineOptions, choose_engine, context_of, open_engine, take_devices
@@ -35,6 +33,7 @@ from torl_eval.prompting import prompt_ids, prompt_text
 from torl_eval.results import summarize
 from torl_eval.tables import console_table, markdown_section
 from torl_grading import Grader
+from torl_trl.command_line import CommandParser, run_main
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.errors import UserError
 from torl_trl.interpreters import get_interpreter

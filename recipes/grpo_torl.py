@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from command_line import parse_arguments, run_main
 from console import StepLines, log_summary, remove_bars
 from datasets import Dataset
 from transformers import set_seed
@@ -25,6 +24,7 @@ from torl_report.page import build_page
 from torl_report.tracking import RolloutTables, hide_secrets, log_report
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
 from torl_trl.batch import DERIVED
+from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.data import load_problems, on_main_process
 from torl_trl.hub import open_repo

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from command_line import CommandParser, run_main
 
 from torl_data.card import draw_scores, write_card
 from torl_data.curation import Benchmarks
@@ -35,6 +34,7 @@ from torl_data.sources import (
 from torl_data.steps import Step, StepReport, Workers, run_step
 from torl_eval.benchmarks import ANSWER_COLUMNS, PAPER_BENCHMARKS, PROBLEM_COLUMNS, problem_of
 from torl_grading import Grader
+from torl_trl.command_line import CommandParser, run_main
 from torl_trl.data import DataError, Row
 from torl_trl.errors import UserError
 

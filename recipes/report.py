@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from command_line import CommandParser, run_main
 
 from torl_grading import Grader
 from torl_report.page import build_page
 from torl_report.replay import Replayed, reexecute, regrade, replay_table, write_replay
+from torl_trl.command_line import CommandParser, run_main
 from torl_trl.errors import UserError
 from torl_trl.interpreters import get_interpreter
 from torl_trl.rewards import GradeText

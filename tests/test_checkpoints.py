@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import parse_arguments
 from launching import ROOT, SCRIPT, metrics
 
 from torl_trl.checkpoints import last_whole_checkpoint
+from torl_trl.command_line import parse_arguments
 from torl_trl.errors import UserError
 from torl_trl.records import read_rollouts
 

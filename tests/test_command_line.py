@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import parse_arguments, run_main
 
+from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.errors import UserError
 from torl_trl.prompts import load_template
 from torl_trl.run_folder import write_config

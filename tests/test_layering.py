@@ -83,7 +83,7 @@ def test_packages_import_only_what_is_below_them(package):
 
 FOUND_WITHOUT_EXTRAS = {
     *("torch", "trl", "transformers", "accelerate", "datasets", "httpx", "math_verify", "pyarrow", "numpy", "sympy"),
-    *("datasketch", "latex2sympy2_extended", "tqdm", "yaml", "huggingface_hub"),  # the last four come with math-verify and transformers
+    *("datasketch", "latex2sympy2_extended", "tqdm", "yaml", "huggingface_hub"),  # all but the first come with others
     *("matplotlib", "scipy", "plotly", "jinja2"),  # jinja2 comes with torch
     *PACKAGES,
 }

@@ -9,7 +9,6 @@ import prepare_data
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command_line import run_main
 from matplotlib.image import imread
 
 from torl_data.curation import Benchmarks
@@ -23,6 +22,7 @@ from torl_data.sources import (
 from torl_data.steps import Step, Workers, run_step
 from torl_eval.benchmarks import answer_of, problem_of
 from torl_grading import Grader
+from torl_trl.command_line import run_main
 from torl_trl.data import DataError, LoadReport, load_problems, problem_id
 from torl_trl.errors import UserError
 

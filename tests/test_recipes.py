@@ -12,10 +12,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import FullyShardedDataParallelPlugin, is_deepspeed_available, patch_environment
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from command_line import parse_arguments
 from processes import as_rank_0_of
 
 from torl_trl.batch import DERIVED
+from torl_trl.command_line import parse_arguments
 from torl_trl.config import ToRLConfig
 from torl_trl.errors import UserError
 from torl_trl.prompts import TORL_TEMPLATE, load_template, render_prompt

@@ -11,9 +11,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from command_line import parse_arguments
 
 from torl_trl import prompts
+from torl_trl.command_line import parse_arguments
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 FOLDER = RECIPES / "smollm2"
