@@ -6,7 +6,8 @@
     python recipes/evaluate.py --compare runs/eval/A/evaluation.json runs/eval/B/evaluation.json
 
 A benchmark is one of the names below, or [NAME=]PLACE with a file, a folder or a Hub id of problems and answers. The
-output folder gets evaluation.json, evaluation.md (the table beside the paper's, for a model card too) and rollouts/.
+output folder gets evaluation.json, evaluation.md (the table beside the paper's, for a model card too), report.html and
+rollouts/.
 A killed evaluation goes on when the same command is given again, with any number of processes.
 """
 
@@ -33,6 +34,7 @@ from torl_eval.prompting import prompt_ids, prompt_text
 from torl_eval.results import summarize
 from torl_eval.tables import console_table, markdown_section
 from torl_grading import Grader
+from torl_report.page import PAGE_NAME, build_page
 from torl_trl.command_line import CommandParser, run_main
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.errors import UserError
@@ -136,7 +138,7 @@ def main() -> None:
         context=context_of(options),
     )
     settings = settings_of(args, options, protocol, template, benchmarks)
-    claim_folder(args.output_dir, settings)
+    claim_folder(args.output_dir, settings, write=rank == 0)
 
     with ExitStack() as resources:
         grader = resources.enter_context(Grader(**share_of_rank({"num_workers": args.grading_workers}, "num_workers")))
@@ -163,8 +165,9 @@ def main() -> None:
             result = write_result(args.output_dir, items, parts, benchmarks, settings, grader)
             logger.info("\n%s\n", console_table(result))
             logger.info("%d rollouts in %.0f s", len(items), time.monotonic() - started)
-            for name in ("evaluation.json", "evaluation.md", "rollouts"):
-                logger.info("%-16s %s", name.partition(".")[0], args.output_dir / name)
+            build_page([args.output_dir])
+            for name in ("evaluation.json", "evaluation.md", PAGE_NAME, "rollouts"):
+                logger.info("%s", args.output_dir / name)
 
 
 def engine_options(args: argparse.Namespace) -> EngineOptions:
@@ -223,8 +226,11 @@ def settings_of(
     }
 
 
-def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Keep the settings beside the partial results. Raises `UserError` if the folder holds another evaluation."""
+def claim_folder(folder: Path, settings: dict[str, Any], *, write: bool) -> None:
+    """Keep the settings beside the partial results, if this process is to `write` them.
+
+    Raises `UserError` if the folder holds another evaluation.
+    """
     path = folder / "settings.json"
     text = json.dumps(settings, indent=1, ensure_ascii=False)
     if path.exists():
@@ -234,9 +240,8 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
         if changed:
             values = ", ".join(f"{name} {shorten(str(before.get(name)), 60)!r}" for name in changed)
             raise UserError(f"{str(folder)!r} holds an evaluation with other settings ({values}): give --output_dir.")
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text + "\n")
+    elif write:
+        write_atomically(path, text + "\n")
 
 
 def wait_for_all(items: list[Item], parts: Parts) -> None:

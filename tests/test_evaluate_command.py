@@ -77,10 +77,11 @@ def test_protocols_give_defaults_that_options_override():
 
 
 def test_a_folder_with_another_evaluation_is_not_touched(tmp_path):
-    evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"})
-    evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"})
+    evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"}, write=False)
+    evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"}, write=True)
+    evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"}, write=True)
     with pytest.raises(UserError, match=r"other settings \(model 'a'\): give --output_dir"):
-        evaluate.claim_folder(tmp_path, {"seed": 1, "model": "b"})
+        evaluate.claim_folder(tmp_path, {"seed": 1, "model": "b"}, write=False)
 
 
 def test_the_paper_s_protocol_on_a_small_set(tmp_path):
@@ -91,6 +92,7 @@ def test_the_paper_s_protocol_on_a_small_set(tmp_path):
     assert result["settings"]["temperature"] == 0.0
     rows = read_rollouts(tmp_path / "rollouts" / "tiny.parquet").to_pylist()
     assert [row["group_id"] for row in rows] == list(range(20)) and all(row["full"] for row in rows)
+    assert (tmp_path / "report.html").exists()
     assert "| tiny | 20 |" in (tmp_path / "evaluation.md").read_text()
 
 
