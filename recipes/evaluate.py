@@ -43,7 +43,7 @@ from torl_trl.models import load_tokenizer
 from torl_trl.prompts import shorten
 from torl_trl.records import write_rollouts
 from torl_trl.rollout import RolloutConfig
-from torl_trl.run_folder import write_atomically
+from torl_trl.run_folder import plain_options, write_atomically
 
 logger = logging.getLogger("torl_trl.evaluate")
 
@@ -218,7 +218,7 @@ def settings_of(
         "tensor_parallel_size": args.tensor_parallel_size,
         "batch_size": args.batch_size if options.name == "transformers" else None,
         "interpreter": args.interpreter if args.max_tool_calls else None,
-        "interpreter_options": args.interpreter_options,
+        "interpreter_options": plain_options(args.interpreter_options),
         "benchmarks": list(args.benchmarks),
         "max_problems": args.max_problems,
         "data_checks": {benchmark.name: benchmark.check for benchmark in benchmarks if benchmark.check},

@@ -16,13 +16,13 @@ from datasets import Dataset
 from transformers import set_seed
 from trl import get_peft_config
 
-from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset
+from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset, load_benchmark
 from torl_grading import Grader
 from torl_report.card import write_card
 from torl_report.curves import draw_curves
 from torl_report.page import build_page
 from torl_report.tracking import RolloutTables, hide_secrets, log_report
-from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
+from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, dry_run, get_interpreter
 from torl_trl.batch import DERIVED
 from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
@@ -35,16 +35,21 @@ from torl_trl.run_folder import write_config
 
 
 def main() -> None:
-    script_args, args, model_args = parse_arguments(sys.argv[1:], Path(__file__).parent)
+    recipes = Path(__file__).parent
+    arguments, left_out = dry_run.prepare(sys.argv[1:], recipes)
+    script_args, args, model_args = parse_arguments(arguments, recipes)
     set_seed(args.seed)
     hide_secrets(sys.argv, args)
+    if script_args.dry_run:
+        left_out += dry_run.stand_in(script_args, args, model_args, recipes / "tiny", load_benchmark)
     run_folder = Path(args.output_dir)
     if args.push_to_hub:  # asked first: a run that cannot push would say so after hours
         args.hub_model_id = on_main_process(partial(open_repo, args))
     if args.process_index == 0:
         # TRL derives generation_batch_size, and refuses it beside steps_per_generation when it is given again.
         derived = DERIVED if args.prompts_per_step else ("generation_batch_size",)
-        write_config(run_folder, script_args, args, model_args, leave_out=(*derived, "resume_from_checkpoint"))
+        leave_out = (*derived, "resume_from_checkpoint", "dry_run")
+        write_config(run_folder, script_args, args, model_args, leave_out=leave_out)
 
     with ExitStack() as resources:
         # What can fail at once comes before what takes long.
@@ -112,13 +117,15 @@ def main() -> None:
 
         if trainer.is_world_process_zero():
             draw_curves(run_folder)
-            page = build_page([run_folder])
-            if trackers:
-                log_report(page)
         if args.push_to_hub:
             trainer.push_to_hub()
         if trainer.is_world_process_zero():
+            page = build_page([run_folder])
+            if trackers:
+                log_report(page)
             log_summary(run_folder)
+        if script_args.dry_run:
+            dry_run.log_end(args, model_args, left_out)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from trl import GRPOConfig, ScriptArguments
 from torl_trl.batch import derive_batch
 from torl_trl.errors import UserError
 from torl_trl.rollout import RolloutConfig
-from torl_trl.run_folder import _plain
+from torl_trl.run_folder import plain_options
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +135,11 @@ class ToRLConfig(GRPOConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain values, without secrets: trackers store it."""
-        return _plain(super().to_dict(), "", [])
+        return plain_options(super().to_dict())
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and training_args.bin hold, without secrets."""
-        return self.__dict__ | {"hub_token": None, "interpreter_options": _plain(self.interpreter_options, "", [])}
+        return self.__dict__ | {"hub_token": None, "interpreter_options": plain_options(self.interpreter_options)}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"
@@ -275,6 +275,9 @@ class ToRLScriptArguments(ScriptArguments):
     )
     max_train_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
     max_eval_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Two steps with a tiny model of the same kind, in `output_dir`/dry_run."}
+    )
 
     def __post_init__(self) -> None:
         if not self.dataset_name:

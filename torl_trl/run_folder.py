@@ -58,6 +58,11 @@ def write_config(run_folder: Path, *parts: Any, leave_out: Collection[str] = ())
     return path
 
 
+def plain_options(value: Any) -> Any:
+    """Options as YAML and trackers can hold them, without secrets, which are known by the names of their keys."""
+    return _plain(value, "", [])
+
+
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl. A half-written last line (no newline yet) is ignored.
 

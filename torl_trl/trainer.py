@@ -7,18 +7,21 @@ out. Everything about a rollout lies in `torl_trl.rollout`; everything about the
 import os
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.trainer_utils import HubStrategy
 from trl import GRPOTrainer
 
 from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import EngineError, Sampling
 from torl_trl.errors import UserError
 from torl_trl.generation import make_generation, vllm_for_trl
+from torl_trl.hub import HubPush, open_repo
 from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import Ratio, stats_metrics
 from torl_trl.padding import score_completions_only, without_padding
@@ -44,6 +47,7 @@ class ToRLTrainer(GRPOTrainer):
         args: the run's configuration.
         train_dataset, eval_dataset: columns `prompt` (text), `solution`, `problem_id`, as `torl_trl.data` makes them;
             an evaluation with a column `benchmark` logs `<benchmark>/avg@k` for each.
+        model_card: writes README.md into the run's folder, at each save on the main process; without it TRL does.
 
     Raises `UserError` for settings that cannot work.
     """
@@ -61,8 +65,11 @@ class ToRLTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         peft_config: Any = None,
+        model_card: Callable[[], Any] | None = None,
     ):
         self._interpreter = interpreter
+        self._model_card = model_card
+        self._hub: HubPush | None = None  # on the main process of a run that pushes
         self._inputs: list[dict[str, Any]] = []
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
         self._stats = RolloutStats()
@@ -245,7 +252,48 @@ class ToRLTrainer(GRPOTrainer):
         if "reward" in values:  # TRL's is a mean of batch means, in which a short last batch weighs too much
             self._metrics[mode]["reward"] = [values.pop("reward")]
         logs.update({prefix + name: value for name, value in values.items()})
+        if self._hub is not None and mode == "train":
+            logs["hub/failed_pushes"] = self._hub.failed
         super().log(logs, start_time)
+
+    # --- the Hub --------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        if self.is_world_process_zero():
+            self.hub_model_id = open_repo(self.args)
+            self._hub = HubPush(self.args, self.hub_model_id)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        if self._model_card is None:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            self._model_card()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        strategy, step = self.args.hub_strategy, self.state.global_step
+        if self._hub is None or strategy == HubStrategy.END:
+            return
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        checkpoint = Path(checkpoint_folder)
+        folders = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
+        branch = f"step-{step:06d}" if self.args.hub_branch_per_save else None
+        self._hub.start(checkpoint, f"Step {step}", branch=branch, resumable=folders.get(strategy))
+
+    def _finish_current_push(self) -> None:
+        if self._hub is not None:
+            self._hub.wait()
+
+    def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> None:
+        """Push the model as it is now and the run's files, and wait for it; a failure is said, and counted."""
+        if not self.args.push_to_hub:
+            raise UserError("push_to_hub is false: set it to true.")
+        self.save_model(_internal_call=True)
+        self.create_model_card()
+        if self._hub is not None:
+            self.callback_handler.on_push_begin(self.args, self.state, self.control)
+            self._hub.wait()
+            self._hub.start(Path(self.args.output_dir), commit_message)
+            self._hub.wait()
 
     # --- checks ---------------------------------------------------------------------------------------------------
 
