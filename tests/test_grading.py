@@ -401,9 +401,7 @@ def test_close_fails_what_waits_and_leaves_no_process():
 def test_the_worker_sees_little_of_the_environment_and_loads_no_torch(monkeypatch, grader):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     grader.submit([NEEDS_ALGEBRA[0]], NEEDS_ALGEBRA[1]).result()
-    code = (
-        "import sys, torl_grading.worker; print([m for m in ('torch', 'trl', 'transformers') if m in sys.modules])"
-    )
+    code = "import sys, torl_grading.worker; print([m for m in ('torch', 'trl', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     if sys.platform == "linux":
         (pid,) = worker_pids(grader)
