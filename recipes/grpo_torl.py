@@ -16,13 +16,16 @@ from datasets import Dataset
 from transformers import set_seed
 from trl import get_peft_config
 
+from torl_doctor import dry_run
+from torl_doctor.preflight import preflight
+from torl_doctor.stand_ins import stand_in
 from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset, load_benchmark
 from torl_grading import Grader
 from torl_report.card import write_card
 from torl_report.curves import draw_curves
 from torl_report.page import build_page
 from torl_report.tracking import RolloutTables, hide_secrets, log_report
-from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, dry_run, get_interpreter
+from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
 from torl_trl.batch import DERIVED
 from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.config import interpreter_options_of_rank, share_of_rank
@@ -41,7 +44,7 @@ def main() -> None:
     set_seed(args.seed)
     hide_secrets(sys.argv, args)
     if script_args.dry_run:
-        left_out += dry_run.stand_in(script_args, args, model_args, recipes / "tiny", load_benchmark)
+        left_out += stand_in(script_args, args, model_args, recipes / "tiny", load_benchmark)
     run_folder = Path(args.output_dir)
     if args.push_to_hub:  # asked first: a run that cannot push would say so after hours
         args.hub_model_id = on_main_process(partial(open_repo, args))
@@ -97,6 +100,7 @@ def main() -> None:
             reward_funcs.append(ExecutabilityPenalty(scope=args.penalty_scope))
 
         trackers = [RolloutTables(run_folder)] if "wandb" in args.report_to else []
+        preflight(script_args, args, model_args)
         model = load_model(model_args, args)
         args.model_init_kwargs = None  # used; TRL refuses them beside a model
         trainer = ToRLTrainer(

@@ -18,6 +18,7 @@ PACKAGES = {
     "torl_data": 1500,
     "torl_eval": 1500,
     "torl_report": 2000,
+    "torl_doctor": 1500,
 }
 """Each with the lines that it may have."""
 MAY_IMPORT = {
@@ -27,6 +28,7 @@ MAY_IMPORT = {
     "torl_data": {"torl_trl", "torl_grading", "torl_eval", "torl_report"},
     "torl_eval": {"torl_trl", "torl_grading"},
     "torl_report": {"torl_trl", "torl_grading", "torl_eval"},
+    "torl_doctor": {"torl_trl", "torl_grading", "torl_eval"},
 }
 """Arrows between the packages; recipes import any, none imports recipes."""
 
@@ -84,7 +86,7 @@ def test_packages_import_only_what_is_below_them(package):
 FOUND_WITHOUT_EXTRAS = {
     *("torch", "trl", "transformers", "accelerate", "datasets", "httpx", "math_verify", "pyarrow", "numpy", "sympy"),
     *("datasketch", "latex2sympy2_extended", "tqdm", "yaml", "huggingface_hub"),  # all but the first come with others
-    *("matplotlib", "scipy", "plotly", "jinja2"),  # jinja2 comes with torch
+    *("matplotlib", "scipy", "plotly", "packaging"),
     *PACKAGES,
 }
 """What requirements/base.txt brings: the demo has nothing else."""

@@ -36,8 +36,8 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{message[:1].upper()}{message[1:]}: see --help.")
 
 
-class _Parser(TrlParser):
-    """TRL's parser, with one sentence instead of pages of usage."""
+class RecipeParser(TrlParser):
+    """TRL's parser of recipes, with one sentence instead of pages of usage."""
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--\w+)\S*:", r"\1:", message)
@@ -49,13 +49,13 @@ def parse_arguments(arguments: Sequence[str], recipes: Path) -> tuple[ToRLScript
 
     Raises `UserError` for a missing or unreadable file, an unknown key, or an impossible value.
     """
-    parser = _Parser((ToRLScriptArguments, ToRLConfig, ModelConfig))
-    arguments = _split_equals(arguments)
+    parser = RecipeParser((ToRLScriptArguments, ToRLConfig, ModelConfig))
+    arguments = split_equals(arguments)
     config_path = None
     if "--config" in arguments:
-        config_path, position = _find_config(arguments, recipes), arguments.index("--config")
+        config_path, position = find_config(arguments, recipes), arguments.index("--config")
         arguments[position + 1] = str(config_path)
-        _check_keys(parser, config_path)
+        check_keys(parser, config_path)
     _check_flags(parser, arguments)
     try:
         script_args, training_args, model_args = parser.parse_args_and_config(arguments)
@@ -107,7 +107,7 @@ def _checkpoint(args: ToRLConfig) -> str | None:
     return str(name)
 
 
-def _split_equals(arguments: Sequence[str]) -> list[str]:
+def split_equals(arguments: Sequence[str]) -> list[str]:
     """`--key=value` to two words, since TRL's parser knows `--config file` only."""
     words: list[str] = []
     for word in arguments:
@@ -118,7 +118,8 @@ def _split_equals(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-def _find_config(arguments: list[str], recipes: Path) -> Path:
+def find_config(arguments: list[str], recipes: Path) -> Path:
+    """The file that --config names, here or in `recipes`. Raises `UserError`."""
     position = arguments.index("--config") + 1
     if position >= len(arguments):
         raise UserError("--config has no value: name a YAML file, such as tiny.yaml.")
@@ -130,7 +131,8 @@ def _find_config(arguments: list[str], recipes: Path) -> Path:
     raise UserError(f"--config {name!r} is neither here nor in {recipes.name}/ (which has {known}): name a YAML file.")
 
 
-def _check_keys(parser: _Parser, path: Path) -> None:
+def check_keys(parser: RecipeParser, path: Path) -> None:
+    """Raise `UserError` unless the YAML has options that the parser knows, with values that they take."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -176,7 +178,7 @@ def _kind(action: argparse.Action) -> str:
     return "one number" if _takes(action, "0.5") else "one whole number"
 
 
-def _check_flags(parser: _Parser, arguments: list[str]) -> None:
+def _check_flags(parser: RecipeParser, arguments: list[str]) -> None:
     known = set(parser._option_string_actions) | {"--config"}
     for word in arguments:
         if word.startswith("--") and word not in known:

@@ -45,7 +45,7 @@ def open_repo(args: "ToRLConfig") -> str:
             "push_to_hub is true and WANDB_LOG_MODEL is set, with which transformers pushes the run's whole folder: "
             "unset one of them."
         )
-    set_client_factory(_client)
+    set_client_factory(hub_client)
     api, name = HfApi(token=args.hub_token), args.hub_model_id or Path(args.output_dir).resolve().name
     off = "or set push_to_hub: false"
     try:
@@ -148,7 +148,8 @@ class HubPush:
             )
 
 
-def _client() -> httpx.Client:
+def hub_client() -> httpx.Client:
+    """A client for `set_client_factory` whose requests end when the Hub is silent."""
     client = default_client_factory()
     client.timeout = httpx.Timeout(SILENCE_SECONDS)
     return client
