@@ -3,10 +3,9 @@
     python benchmarks/memory.py [--cases NAME ...]      results of the cases replace those in results/memory.json
 
 Each case trains two steps of a random model in a process of its own, by the transformers engine, every rollout at its
-full length (random models do not end). Measured is the highest resident memory (VmHWM) less that after all imports;
+full length (random models do not end). Measured is the highest resident memory (VmHWM) less that after all imports,
 once as it is, and once with an allocator that gives blocks back at once (glibc's MALLOC_MMAP_THRESHOLD_), which is
-what the
-tensors take, without a "heap".
+what the tensors take, without a "heap".
 """
 
 import argparse
