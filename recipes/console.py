@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from torl_report.page import PAGE_NAME
-from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, ROLLOUTS_NAME, read_metrics
+from torl_report.summary import summarize_run
+from torl_trl.run_folder import CURVES_NAME, METRICS_NAME, ROLLOUTS_NAME
 
 logger = logging.getLogger("torl_trl.console")
 
@@ -28,16 +29,6 @@ STEP_METRICS = {
     "step_time": "seconds",
 }
 """Metrics of a step line, and what they are called there."""
-
-SUMMARY_METRICS = {
-    "accuracy": "accuracy",
-    "tools/code_ratio": "completions with code",
-    "tools/pass_ratio": "executed code that ran",
-    "tools/executed_code_ratio": "code that was executed",
-    "tools/accuracy_with_code": "accuracy where code was executed",
-    "tools/call_frequency": "calls per completion",
-}
-"""Metrics of the summary, and what they are called there."""
 
 
 class StepLines(TrainerCallback):
@@ -70,25 +61,21 @@ def remove_bars(trainer: Any) -> None:
 
 def log_summary(run_folder: Path) -> None:
     """Say what was learnt, first evaluation beside last, and where everything lies."""
-    lines = read_metrics(run_folder)
-    split = "eval" if any(line["split"] == "eval" for line in lines) else "train"
-    measured = [line for line in lines if line["split"] == split]
-    if not measured:
+    if (summary := summarize_run(run_folder)) is None:
         logger.info("Nothing was logged: logging_steps is larger than the number of steps.")
         return
-    first, last = measured[0], measured[-1]
+    first, last = summary.first, summary.last
     logger.info("")
     logger.info(
         "%-34s %10s %10s",
-        "held-out problems" if split == "eval" else "training",
+        "held-out problems" if summary.split == "eval" else "training",
         *(f"step {line['step']}" for line in (first, last)),
     )
-    benchmarks = {name: name for name in last if "/avg@" in name}
-    for name, label in (SUMMARY_METRICS | benchmarks).items():
+    for name, label in summary.labels.items():
         values = [f"{line[name]:.2f}" if line.get(name) is not None else "-" for line in (first, last)]
         logger.info("%-34s %10s %10s", label, *values)
     logger.info("")
-    checkpoint = run_folder / f"checkpoint-{max(line['step'] for line in lines)}"
+    checkpoint = run_folder / f"checkpoint-{summary.last_step}"
     for label, path in (
         ("report", run_folder / PAGE_NAME),
         ("figure", run_folder / CURVES_NAME),

@@ -19,7 +19,7 @@ from trl import get_peft_config
 from torl_doctor import dry_run
 from torl_doctor.preflight import preflight
 from torl_doctor.stand_ins import stand_in
-from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset, load_benchmark
+from torl_eval.benchmarks import benchmark_names, evaluation_dataset, load_benchmark
 from torl_grading import Grader
 from torl_report.card import write_card
 from torl_report.curves import draw_curves
@@ -83,8 +83,7 @@ def main() -> None:
 
         def held_out() -> Dataset:
             path, limit = script_args.eval_data(), script_args.max_eval_problems
-            names = path.split(",")
-            if len(names) > 1 or names[0] in BENCHMARKS:
+            if names := benchmark_names(path):
                 return on_main_process(partial(evaluation_dataset, names, template, max_problems=limit))
             return problems("eval", path, script_args.dataset_test_split, limit)
 

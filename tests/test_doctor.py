@@ -13,7 +13,7 @@ import torch
 from stand_in_hub import TOKEN, HubStandIn
 from stand_in_sandbox_fusion import SandboxFusionStandIn
 from test_vllm_server import StandIn as VLLMStandIn
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from torl_doctor import machine, preflight, services
 from torl_doctor.__main__ import CHECKS, RECIPES, main
@@ -166,7 +166,8 @@ def test_a_tokenizer_without_eos_is_an_error_and_what_needs_one_says_so(tmp_path
 
 def test_a_marker_that_is_a_special_token_is_an_error(tmp_path):
     run = run_of(tmp_path)
-    run.config, run.tokenizer = preflight.load_config(run), AutoTokenizer.from_pretrained(RECIPES / "tiny" / "base")
+    base = RECIPES / "tiny" / "base"
+    run.config, run.tokenizer = AutoConfig.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     run.tokenizer.add_special_tokens({"additional_special_tokens": ["```output"]})
     assert [finding.level for finding in findings(run, "tokens")] == ["error"]
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from transformers import GenerationConfig
 
 from torl_doctor.findings import Finding, Run
-from torl_doctor.preflight import load_config
-from torl_eval.benchmarks import BENCHMARKS, evaluation_dataset
+from torl_eval.benchmarks import benchmark_names, evaluation_dataset
 from torl_grading import Grader
 from torl_trl.data import LoadReport, load_problems
-from torl_trl.models import load_tokenizer
+from torl_trl.models import load_config, load_tokenizer
 from torl_trl.prompts import FENCE, OUTPUT_MARKER, PYTHON_FENCE, load_template, shorten
 
 SHOWN_CHARS = 600
@@ -18,10 +17,9 @@ SHOWN_CHARS = 600
 
 def model(run: Run) -> Iterator[Finding]:
     model_args = run.model_args
-    config = run.config = load_config(run)
-    run.tokenizer = load_tokenizer(
-        model_args.model_name_or_path, model_args.model_revision, run.args.trust_remote_code
-    )
+    place = (model_args.model_name_or_path, model_args.model_revision, run.args.trust_remote_code)
+    config = run.config = load_config(*place)
+    run.tokenizer = load_tokenizer(*place)
     vocabulary, tokens = config.get_text_config().vocab_size, len(run.tokenizer)
     text = f"{model_args.model_name_or_path} ({config.model_type}, {vocabulary} embeddings, {tokens} tokens)"
     if tokens > vocabulary:
@@ -75,9 +73,9 @@ def held_out(run: Run) -> Iterator[Finding]:
     if run.args.eval_strategy == "no" and not run.args.eval_on_start:
         yield Finding("ok", "the run does not evaluate")
         return
-    names = script_args.eval_data().split(",")
-    if len(names) == 1 and names[0] not in BENCHMARKS:
-        yield from _load(run, "eval", names[0], script_args.dataset_test_split)
+    path = script_args.eval_data()
+    if (names := benchmark_names(path)) is None:
+        yield from _load(run, "eval", path, script_args.dataset_test_split)
         return
     for name in names:
         template = load_template(script_args.prompt_template)

@@ -4,13 +4,12 @@ import logging
 import os
 
 import torch
-from transformers import AutoConfig
 from trl import ModelConfig
 
 from torl_doctor import machine
 from torl_doctor.findings import Run, examine
 from torl_trl.config import ToRLConfig, ToRLScriptArguments
-from torl_trl.models import one_sentence
+from torl_trl.models import load_config
 
 logger = logging.getLogger("torl_trl.preflight")
 
@@ -22,7 +21,7 @@ def preflight(script_args: ToRLScriptArguments, args: ToRLConfig, model_args: Mo
     if args.process_index:
         return
     run = look_at(script_args, args, model_args)
-    run.config = load_config(run)
+    run.config = load_config(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
     for finding in examine(run, CHECKS):
         level = logging.DEBUG if finding.level == "ok" else logging.WARNING
         logger.log(level, "%s: %s%s", finding.check, finding.value, f": {finding.remedy}" if finding.remedy else "")
@@ -32,12 +31,3 @@ def look_at(script_args: ToRLScriptArguments, args: ToRLConfig, model_args: Mode
     """The run with its number of processes."""
     gpus = 1 if args.use_cpu else max(1, torch.cuda.device_count())
     return Run(script_args, args, model_args, processes=int(os.environ.get("WORLD_SIZE", gpus)))
-
-
-def load_config(run: Run) -> AutoConfig:
-    """The model's configuration. Raises `UserError`."""
-    name = run.model_args.model_name_or_path
-    with one_sentence("model", name):
-        return AutoConfig.from_pretrained(
-            name, revision=run.model_args.model_revision, trust_remote_code=run.args.trust_remote_code
-        )

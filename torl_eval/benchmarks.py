@@ -104,6 +104,12 @@ def load_benchmark(place: str, *, folder: Path | None = None) -> LoadedBenchmark
     return LoadedBenchmark(name, benchmark.title if benchmark else name, problems, found, check)
 
 
+def benchmark_names(text: str) -> list[str] | None:
+    """The benchmarks that an `eval_dataset_name` lists, or None where it is other data."""
+    names = text.split(",")
+    return names if len(names) > 1 or names[0] in BENCHMARKS else None
+
+
 def evaluation_dataset(names: Sequence[str], template: str, *, max_problems: int | None = None) -> datasets.Dataset:
     """Return the first `max_problems` of each benchmark as `ToRLTrainer` evaluates on them; their names are logged.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from torl_trl.engines.base import Engine, Sampling
@@ -19,7 +19,7 @@ from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine
 from torl_trl.engines.vllm_server import VLLMServerEngine
 from torl_trl.errors import UserError
-from torl_trl.models import one_sentence
+from torl_trl.models import load_config, one_sentence
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -77,12 +77,8 @@ def base_of(options: EngineOptions) -> str:
 def context_of(options: EngineOptions) -> int:
     """How many tokens the model can take, prompt and completion."""
     base = base_of(options)
-    with one_sentence("model", base):
-        config = AutoConfig.from_pretrained(
-            base,
-            revision=options.revision if base == options.model else None,
-            trust_remote_code=options.trust_remote_code,
-        )
+    revision = options.revision if base == options.model else None
+    config = load_config(base, revision, options.trust_remote_code)
     return config.get_text_config().max_position_embeddings
 
 

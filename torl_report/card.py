@@ -16,8 +16,9 @@ import yaml
 
 from torl_eval.tables import markdown_section
 from torl_report.facts import EVALUATION_NAME, PACKAGES, machine_facts, run_facts
+from torl_report.summary import summarize_run
 from torl_trl.prompts import load_template
-from torl_trl.run_folder import CONFIG_NAME, CURVES_NAME, METRICS_NAME, read_metrics, write_atomically
+from torl_trl.run_folder import CONFIG_NAME, CURVES_NAME, write_atomically
 
 CARD_NAME = "README.md"
 PAPER_URL = "https://arxiv.org/abs/2503.23383"
@@ -34,15 +35,6 @@ _TRAINED_WITH = (
 )
 """Options that say what was trained; config.yaml has all."""
 _LORA = ("lora_r", "lora_alpha")
-_MEASURED = {
-    "reward": "mean reward",
-    "accuracy": "accuracy",
-    "tools/code_ratio": "completions with code",
-    "tools/pass_ratio": "executed code that ran",
-    "tools/executed_code_ratio": "code that was executed",
-    "tools/accuracy_with_code": "accuracy where code was executed",
-    "tools/call_frequency": "calls per completion",
-}
 _USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,19 +150,15 @@ def _shown(options: Options) -> dict[str, Any]:
 
 
 def _measured(run_folder: Path) -> list[str]:
-    lines = read_metrics(run_folder) if (run_folder / METRICS_NAME).exists() else []
-    split = "eval" if any(line["split"] == "eval" for line in lines) else "train"
-    measured = [line for line in lines if line["split"] == split]
-    if not measured:
+    if (summary := summarize_run(run_folder)) is None:
         return []
-    first, last = measured[0], measured[-1]
-    benchmarks = {name: name for name in last if "/avg@" in name}
+    first, last = summary.first, summary.last
     rows = [
         [label, *(f"{line[name]:.3f}" if line.get(name) is not None else "-" for line in (first, last))]
-        for name, label in (_MEASURED | benchmarks).items()
+        for name, label in ({"reward": "mean reward"} | summary.labels).items()
         if last.get(name) is not None
     ]
-    what = "On held-out problems" if split == "eval" else "On the problems of training, while sampling"
+    what = "On held-out problems" if summary.split == "eval" else "On the problems of training, while sampling"
     table = _table([what, f"step {first['step']}", f"step {last['step']}"], rows)
     figure = f"![Learning curves]({CURVES_NAME})" if (run_folder / CURVES_NAME).exists() else ""
     return ["## Measured while training", table, figure]

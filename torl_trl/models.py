@@ -3,7 +3,14 @@
 import contextlib
 from collections.abc import Iterator
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl import ModelConfig
 
 from torl_trl.config import ToRLConfig
@@ -17,6 +24,12 @@ def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> 
     if tokenizer.eos_token_id is None:  # transformers makes an empty tokenizer for a folder that has none
         raise UserError(f"The model {name!r} has no tokenizer with an end-of-sequence token: add its tokenizer files.")
     return tokenizer
+
+
+def load_config(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
+    """Load the configuration of a model folder or Hub id. Raises `UserError`."""
+    with one_sentence("model", name):
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_model(model_args: ModelConfig, args: ToRLConfig) -> PreTrainedModel:
