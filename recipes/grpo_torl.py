@@ -28,13 +28,13 @@ from torl_report.tracking import RolloutTables, hide_secrets, log_report
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
 from torl_trl.batch import DERIVED
 from torl_trl.command_line import parse_arguments, run_main
-from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.data import load_problems, on_main_process
 from torl_trl.hub import open_repo
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.models import load_model, load_tokenizer
 from torl_trl.prompts import load_template
 from torl_trl.run_folder import write_config
+from torl_trl.shares import interpreter_options_of_rank, share_of_rank
 
 
 def main() -> None:

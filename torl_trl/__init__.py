@@ -12,7 +12,7 @@ _HOMES = {
     "Rollout": "torl_trl.rollout",
     "RolloutConfig": "torl_trl.rollout",
     "ToRLConfig": "torl_trl.config",
-    "ToRLScriptArguments": "torl_trl.config",
+    "ToRLScriptArguments": "torl_trl.script_arguments",
     "ToRLTrainer": "torl_trl.trainer",
     "get_interpreter": "torl_trl.interpreters",
     "grade": "torl_trl.grading",

@@ -15,9 +15,10 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from torl_trl.checkpoints import is_whole, last_whole_checkpoint
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
+from torl_trl.script_arguments import ToRLScriptArguments
 
 logger = logging.getLogger("torl_trl.command_line")
 

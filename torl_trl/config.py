@@ -9,11 +9,10 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_deepspeed_available, parse_flag_from_env
-from trl import GRPOConfig, ScriptArguments
+from trl import GRPOConfig
 
 from torl_trl.batch import derive_batch
 from torl_trl.errors import UserError
@@ -252,71 +251,3 @@ class ToRLConfig(GRPOConfig):
                 f"save_steps is {self.save_steps}, which cuts a generation cycle of {cycle} micro-steps, so that a "
                 f"resumed run would differ: make save_steps x gradient_accumulation_steps a multiple of {cycle}."
             )
-
-
-@dataclass
-class ToRLScriptArguments(ScriptArguments):
-    """Data arguments of the launch script. `dataset_name` is a Hub id or a local file or folder."""
-
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Held-out problems: data, or benchmarks as recipes/evaluate.py takes them, separated by commas. "
-            "Without it, `dataset_test_split` of the training data."
-        },
-    )
-    problem_column: str = field(default="problem", metadata={"help": "Column with the question."})
-    answer_column: str = field(default="answer", metadata={"help": "Column with the known answer."})
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "A text with one {question}, or a file with it. Default: ToRL's own."}
-    )
-    max_prompt_length: int = field(
-        default=400, metadata={"help": "Longer prompts, in tokens, are dropped. Paper: 400."}
-    )
-    max_train_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
-    max_eval_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
-    dry_run: bool = field(
-        default=False, metadata={"help": "Two steps with a tiny model of the same kind, in `output_dir`/dry_run."}
-    )
-
-    def __post_init__(self) -> None:
-        if not self.dataset_name:
-            raise UserError("dataset_name is missing: give a Hub data set id, or a JSONL, JSON, CSV or parquet file.")
-        for name in ("dataset_streaming", "ignore_bias_buffers"):
-            if getattr(self, name):
-                raise UserError(f"{name} is true, which has no effect here: remove it.")
-        for name in ("max_train_problems", "max_eval_problems", "max_prompt_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value!r}: give a number of at least 1.")
-
-    def eval_data(self) -> str:
-        """Where held-out problems come from. Raises `UserError` where it would be the training data again."""
-        if self.eval_dataset_name:
-            return self.eval_dataset_name
-        if Path(self.dataset_name).is_file() or "://" in self.dataset_name:
-            raise UserError(
-                f"There is no eval_dataset_name, and dataset_name {self.dataset_name!r} is one file, whose problems "
-                'are trained: name a file with held-out problems, or set eval_strategy to "no".'
-            )
-        return self.dataset_name
-
-
-def share_of_rank(options: dict[str, Any], *limits: str, ranks: str = "LOCAL_WORLD_SIZE") -> dict[str, Any]:
-    """Divide the options `limits`, totals for the machine, by its ranks: numbers of something to at least 1.
-
-    `ranks` is the variable that has the number of ranks: WORLD_SIZE for what all machines share.
-    """
-    count = int(os.environ.get(ranks, "1"))
-    given = {limit: options[limit] for limit in limits if options.get(limit) is not None}
-    return options | {
-        limit: total / count if limit.endswith("_per_second") else max(1, total // count)
-        for limit, total in given.items()
-    }
-
-
-def interpreter_options_of_rank(interpreter: str, options: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of the limits of a backend, which are totals for the machine, or for the remote service."""
-    if interpreter == "embedded":
-        return share_of_rank(options, "slots")
-    return share_of_rank(options, "slots", "sandboxes", "creations_per_second", ranks="WORLD_SIZE")
