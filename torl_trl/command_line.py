@@ -20,6 +20,9 @@ from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
 from torl_trl.script_arguments import ToRLScriptArguments
 
+PACKAGES = ("torl_trl", "torl_data", "torl_doctor", "torl_eval", "torl_grading", "torl_report", "torl_sandbox")
+"""Whose log a user sees, from INFO on and on the main process."""
+
 logger = logging.getLogger("torl_trl.command_line")
 
 LOCAL_PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "prompt_template")
@@ -79,7 +82,7 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main`; a `UserError` or `EngineError` becomes its sentence on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     is_main = os.environ.get("RANK", "0") == "0"
-    for package in ("torl_trl", "torl_data", "torl_eval", "torl_report"):
+    for package in PACKAGES:
         logging.getLogger(package).setLevel(logging.INFO if is_main else logging.WARNING)
     try:
         main()
