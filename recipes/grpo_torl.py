@@ -25,7 +25,7 @@ from torl_report.card import write_card
 from torl_report.curves import draw_curves
 from torl_report.page import build_page
 from torl_report.tracking import RolloutTables, hide_secrets, log_report
-from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
+from torl_trl import AccuracyReward, ExecutabilityPenalty, OverlongPenalty, ToRLTrainer, get_interpreter
 from torl_trl.batch import DERIVED
 from torl_trl.command_line import parse_arguments, run_main
 from torl_trl.data import load_problems, on_main_process
@@ -97,6 +97,8 @@ def main() -> None:
         reward_funcs = [AccuracyReward(grader, grade_text=args.grade_text)]
         if args.executability_penalty:
             reward_funcs.append(ExecutabilityPenalty(scope=args.penalty_scope))
+        if args.overlong_penalty_tokens:
+            reward_funcs.append(OverlongPenalty(args.overlong_penalty_tokens, args.max_completion_length))
 
         trackers = [RolloutTables(run_folder)] if "wandb" in args.report_to else []
         preflight(script_args, args, model_args)

@@ -9,6 +9,7 @@ from typing import Any
 _HOMES = {
     "AccuracyReward": "torl_trl.rewards",
     "ExecutabilityPenalty": "torl_trl.rewards",
+    "OverlongPenalty": "torl_trl.rewards",
     "Rollout": "torl_trl.rollout",
     "RolloutConfig": "torl_trl.rollout",
     "ToRLConfig": "torl_trl.config",

@@ -16,6 +16,8 @@ from trl import GRPOConfig
 
 from torl_trl.batch import derive_batch
 from torl_trl.errors import UserError
+from torl_trl.filters import Filters
+from torl_trl.loss_options import check_filters, check_loss_options
 from torl_trl.rollout import RolloutConfig
 from torl_trl.run_folder import plain_options
 
@@ -102,6 +104,28 @@ class ToRLConfig(GRPOConfig):
             "choices": ["failed_code", "no_pass"],
         },
     )
+    drop_void_turns: bool = field(
+        default=False,
+        metadata={"help": "Leave rollouts out in which a turn has neither a complete code block nor a boxed answer."},
+    )
+    drop_dead_groups: bool = field(
+        default=False, metadata={"help": "Leave groups out in which nobody has an advantage and trains."}
+    )
+    accuracy_band: list[float] | None = field(
+        default=None,
+        metadata={"help": "Leave groups out whose share of right answers is outside of these two, such as 0.1 0.9."},
+    )
+    refill_limit: float = field(
+        default=0.0,
+        metadata={"help": "Replace groups that are left out: sample up to that many times the step's prompts more."},
+    )
+    overlong_penalty_tokens: int = field(
+        default=0,
+        metadata={"help": "Over these last tokens of the budget the reward falls by up to 1. 0: never."},
+    )
+    resample_failures: int = field(
+        default=0, metadata={"help": "How often a rollout whose interpreter failed is sampled again in its step."}
+    )
     eval_temperature: float = field(default=0.0, metadata={"help": "Temperature in evaluation. Paper: 0, greedy."})
     generation_dtype: str | None = field(
         default=None,
@@ -129,6 +153,8 @@ class ToRLConfig(GRPOConfig):
         self._check_choices()
         self._check_refused()
         self._check_ranges()
+        check_loss_options(self)
+        check_filters(self)
         if self.use_vllm:
             self._check_vllm()
 
@@ -153,6 +179,15 @@ class ToRLConfig(GRPOConfig):
             max_observation_chars=self.max_observation_chars,
             tool_trigger=self.tool_trigger,
             interpreter_retries=self.interpreter_retries,
+        )
+
+    def filters(self) -> Filters:
+        """Which rollouts and groups train."""
+        return Filters(
+            truncated=self.mask_truncated_completions,
+            void_turns=self.drop_void_turns,
+            dead_groups=self.drop_dead_groups,
+            accuracy_band=tuple(self.accuracy_band) if self.accuracy_band else None,
         )
 
     def _parsed_interpreter_options(self) -> dict[str, Any]:
@@ -237,6 +272,9 @@ class ToRLConfig(GRPOConfig):
             ("grading_workers", 1),
             ("eval_temperature", 0),
             ("save_rollouts_every", 1),
+            ("refill_limit", 0),
+            ("overlong_penalty_tokens", 0),
+            ("resample_failures", 0),
             ("max_completion_length", 1),
         ):
             value = getattr(self, name)

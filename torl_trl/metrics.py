@@ -83,6 +83,7 @@ def stats_metrics(stats: RolloutStats) -> dict[str, Ratio]:
     `rollout/engine_idle_share`: of the phase, outside the engine: it had nothing to do or, in process, waited for us.
     `rollout/tool_wait_share`: of the life of a rollout, it waited for its calls.
     `rollout/prefill_recomputed_tokens`: per rollout, known prefix that was computed again after a call.
+    `rollout/resampled`: share of rollouts that were sampled again because their interpreter had failed.
     """
     return {
         "time/generating": Ratio(stats.generating_seconds, 1),
@@ -91,6 +92,7 @@ def stats_metrics(stats: RolloutStats) -> dict[str, Ratio]:
         "rollout/engine_idle_share": Ratio(stats.seconds - stats.generating_seconds, stats.seconds),
         "rollout/tool_wait_share": Ratio(stats.tool_seconds, stats.rollout_seconds),
         "rollout/prefill_recomputed_tokens": Ratio(stats.recomputed_tokens, stats.rollouts),
+        "rollout/resampled": Ratio(stats.resampled, stats.rollouts),
     }
 
 
@@ -111,7 +113,7 @@ def _measure(rollout: Rollout) -> dict[str, Ratio]:
     """Return what one rollout adds to each metric that it touches."""
     if rollout.stop_reason is None:
         raise ValueError(f"Rollout {rollout.index} is not finished: measure rollouts that `run_rollouts` returned.")
-    spans = [prompts.code_block_spans(text) for text in _texts_before_calls(rollout)]
+    spans = [prompts.code_block_spans(text) for text in texts_before_calls(rollout)]
     blocks = sum(len(complete) for complete, _ in spans)
     executed = [call for call in rollout.calls if call.result is not None]
     statuses = [call.status for call in rollout.calls]
@@ -149,7 +151,7 @@ def _passed(executed: Iterable[ToolCall]) -> Ratio:
     return Ratio(statuses.count("ok"), len(statuses))
 
 
-def _texts_before_calls(rollout: Rollout) -> list[str]:
+def texts_before_calls(rollout: Rollout) -> list[str]:
     """Return the model's text, a string per turn, without the marker that asked for a call.
 
     Where the block before it is still open, the marker at the start of a line would pass for its closing fence, and
@@ -166,7 +168,7 @@ def _texts_before_calls(rollout: Rollout) -> list[str]:
 def _blocks_before_answer(rollout: Rollout) -> int:
     r"""Count the blocks written before the first `\boxed{` outside of code; all of them when there is none."""
     before = 0
-    for text in _texts_before_calls(rollout):
+    for text in texts_before_calls(rollout):
         spans, prose_end = prompts.code_block_spans(text)
         position = 0
         for start, end in spans:
