@@ -78,7 +78,7 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main`; a `UserError` or `EngineError` becomes its sentence on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     is_main = os.environ.get("RANK", "0") == "0"
-    for package in ("torl_trl", "torl_data", "torl_eval", "torl_report"):
+    for package in ("torl_trl", "torl_data", "torl_eval", "torl_report", "torl_guards"):
         logging.getLogger(package).setLevel(logging.INFO if is_main else logging.WARNING)
     try:
         main()

@@ -18,7 +18,8 @@ from transformers.trainer_utils import HubStrategy
 from trl import GRPOTrainer
 
 from torl_trl.config import ToRLConfig
-from torl_trl.engines.base import EngineError, Sampling
+from torl_trl.divergence import check_gradient
+from torl_trl.engines.base import Engine, EngineError, Sampling
 from torl_trl.errors import UserError
 from torl_trl.generation import make_generation, vllm_for_trl
 from torl_trl.hub import HubPush, open_repo
@@ -69,6 +70,8 @@ class ToRLTrainer(GRPOTrainer):
     ):
         self._interpreter = interpreter
         self._model_card = model_card
+        self.on_rollouts: Callable[[str, RolloutStats, Engine], None] | None = None
+        """Called when a rollout phase starts and after each step of its engine, with what it is, such as "train step 3"."""
         self._hub: HubPush | None = None  # on the main process of a run that pushes
         self._inputs: list[dict[str, Any]] = []
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
@@ -127,10 +130,16 @@ class ToRLTrainer(GRPOTrainer):
             for function in self._accuracy_rewards:
                 function.start(rollout, inputs[rollout.index]["solution"])
 
+        def show(stats: RolloutStats) -> None:
+            bar.update(stats)
+            if self.on_rollouts is not None:
+                self.on_rollouts(f"{mode} step {step}", stats, engine)
+
         bar = ProgressBar(
             len(prompts), description=f"{mode} step {step}", disable=not self.accelerator.is_main_process
         )
         with self._generation.engine(self._sampling(mode)) as engine, bar:
+            show(self._stats)
             return run_rollouts(
                 self.processing_class(text=prompts)["input_ids"],
                 engine,
@@ -139,7 +148,7 @@ class ToRLTrainer(GRPOTrainer):
                 self.args.rollout_config(),
                 seed=hash((self.args.seed, mode == "train", step, place)),  # ints: the same in every process
                 on_finished=start_grading,
-                on_progress=bar.update,
+                on_progress=show,
                 stats=self._stats,
             )
 
@@ -196,6 +205,12 @@ class ToRLTrainer(GRPOTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         self.accelerator.wait_for_everyone()  # see torl_trl.checkpoints
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None:  # DeepSpeed has none where its configuration leaves it out
+            check_gradient(self, float(norm))
+        return norm
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         return super()._compute_loss(model, without_padding(inputs))
