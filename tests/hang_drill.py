@@ -18,7 +18,9 @@ import torch
 
 from torl_trl import ToRLTrainer
 from torl_trl.command_line import run_main
+from torl_trl.engines.base import Engine
 from torl_trl.engines.transformers import TransformersEngine
+from torl_trl.engines.vllm import VLLMEngine
 from torl_trl.interpreters.embedded import EmbeddedInterpreter
 
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -38,12 +40,12 @@ class Silent(EmbeddedInterpreter):
         return Future()
 
 
-def stop_in_python(engine: TransformersEngine) -> None:
+def stop_in_python(engine: Engine) -> None:
     happens()
     queue.SimpleQueue().get()
 
 
-def stop_in_c(engine: TransformersEngine) -> None:
+def stop_in_c(engine: Engine) -> None:
     happens()
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
@@ -68,7 +70,7 @@ if __name__ == "__main__":
     if KIND == "interpreter":
         grpo_torl.get_interpreter = lambda name, **options: Silent(**options)
     elif KIND.startswith("engine"):
-        TransformersEngine.step = stop_in_c if KIND == "engine in C" else stop_in_python
+        TransformersEngine.step = VLLMEngine.step = stop_in_c if KIND == "engine in C" else stop_in_python
     elif KIND != "healthy":
         grpo_torl.ToRLTrainer = Struck
     recipe = ["--config", "tiny.yaml", "--output_dir", str(FOLDER), *launching.SHORT]

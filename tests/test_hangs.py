@@ -148,6 +148,16 @@ def test_a_run_ends_in_time_and_says_where_it_stood(kind, code, place, tmp_path)
     assert "Traceback" not in drill.errors
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(("kind", "code"), [("engine", 2), ("engine in C", EXIT_CODE)])
+def test_a_stopped_vllm_ends_in_time_and_leaves_no_process(kind, code, tmp_path):
+    pytest.importorskip("vllm", reason="needs vllm: make test VLLM=1 installs it")
+    drill = Drill(kind, tmp_path, "--use_vllm", "true")
+    assert drill.code == code and drill.seconds < LIMIT and drill.left == []
+    assert "Engine: vLLM in this process, 128 requests unfinished" in dump_of(tmp_path, rank=0)
+
+
 STEP = ("--num_generations", "8", "--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1")
 
 
@@ -174,7 +184,7 @@ def test_all_ranks_stop_at_a_gradient_that_is_no_number_and_keep_their_batch(tmp
     drill = Drill("nan", tmp_path, *STEP, processes=2)
     assert drill.code != 0 and drill.left == []
     assert "Error: The gradient norm of step 2 is nan" in drill.errors
-    assert {path.name for path in tmp_path.glob("diverged_*")} == {f"diverged_step_2_rank_{rank}.pt" for rank in (0, 1)}
+    assert all((tmp_path / f"diverged_step_2_rank_{rank}.pt").exists() for rank in (0, 1))
 
 
 @pytest.mark.slow

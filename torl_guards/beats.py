@@ -13,6 +13,7 @@ from torl_trl.engines.base import Engine
 from torl_trl.interpreters.base import Interpreter
 from torl_trl.progress import RolloutStats
 
+
 def watched(trainer: ToRLTrainer, interpreter: Interpreter | None) -> AbstractContextManager[Any]:
     """The context to call `trainer.train` in: it ends a run that stands still for `hang_timeout` (None: never)."""
     args = trainer.args
@@ -76,4 +77,3 @@ class Beats(TrainerCallback):
         return (
             f"{stats.done} of {stats.rollouts} done, {stats.generating} in the engine, {stats.executing} calls running"
         )
-

@@ -79,7 +79,8 @@ class Heartbeat(AbstractContextManager):
         # Not through a handler in Python: in a collective it would not run, and the launcher would wait.
         faulthandler.register(signal.SIGTERM, self._file, all_threads=True, chain=True)
         self._interrupt_before = signal.signal(signal.SIGINT, self._on_interrupt)  # ignored in a background job
-        threading.Thread(target=self._watch, name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -91,6 +92,7 @@ class Heartbeat(AbstractContextManager):
                 raise HangError(self._sentence) from None
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
+        self._thread.join()
         os.truncate(self.path, self._size_before)
         if self._size_before == 0:
             self.path.unlink()
@@ -122,7 +124,7 @@ class Heartbeat(AbstractContextManager):
                 self._end()
 
     def _arm(self, last: float) -> None:
-        """Set the timer that needs no lock of Python's. It writes to stderr, for nobody wrote the place to the file."""
+        """Set the timer that needs no lock of Python's. To stderr: the file would say nothing of the place."""
         if not last:
             faulthandler.cancel_dump_traceback_later()
             return

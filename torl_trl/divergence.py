@@ -41,7 +41,7 @@ def check_gradient(trainer: "ToRLTrainer", norm: float) -> None:
     trainer.accelerator.wait_for_everyone()  # the first rank to end ends all
     last = last_whole_checkpoint(folder)
     raise DivergenceError(
-        f"The gradient norm of step {step} is {what}: nothing was saved after step {step - 1}, the batch is in {path}, "
+        f"The gradient norm of step {step} is {what}: nothing was saved after step {step - 1}, the batch is in {path} "
         f"and the last whole checkpoint is {last or 'none'}; look at the batch, lower learning_rate or max_grad_norm, "
         f"then {'go on with resume_from_checkpoint: true' if last else 'start again'}."
     )

@@ -71,7 +71,7 @@ class ToRLTrainer(GRPOTrainer):
         self._interpreter = interpreter
         self._model_card = model_card
         self.on_rollouts: Callable[[str, RolloutStats, Engine], None] | None = None
-        """Called when a rollout phase starts and after each step of its engine, with what it is, such as "train step 3"."""
+        """Called as a rollout phase starts and after each step of its engine; the text is like "train step 3"."""
         self._hub: HubPush | None = None  # on the main process of a run that pushes
         self._inputs: list[dict[str, Any]] = []
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
