@@ -162,7 +162,7 @@ def test_what_the_trainer_does_becomes_beats_that_name_the_place(tmp_path, grade
         "rest",
     ]
     assert [place for place in dict.fromkeys(places) if place in expected] == expected  # some come again
-    assert beats.describe().startswith("Rollouts of eval step 1: 8 of 8 done, 0 in the engine, 0 calls running, ")
+    assert beats.describe().startswith("Rollouts of eval step 1: 4 of 4 done, 0 in the engine, 0 calls running, ")
 
 
 def test_a_watched_run_that_moves_leaves_nothing_behind(tmp_path, grader):
