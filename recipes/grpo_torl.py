@@ -21,6 +21,8 @@ from torl_doctor.preflight import preflight
 from torl_doctor.stand_ins import stand_in
 from torl_eval.benchmarks import benchmark_names, evaluation_dataset, load_benchmark
 from torl_grading import Grader
+from torl_guards.alarms import add_alarms
+from torl_guards.beats import watched
 from torl_report.card import write_card
 from torl_report.curves import draw_curves
 from torl_report.page import build_page
@@ -117,8 +119,10 @@ def main() -> None:
             model_card=partial(write_card, run_folder),
         )
         remove_bars(trainer)
+        add_alarms(trainer)
 
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        with watched(trainer, interpreter):
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 
         if trainer.is_world_process_zero():
             draw_curves(run_folder)

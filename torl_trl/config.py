@@ -134,6 +134,21 @@ class ToRLConfig(GRPOConfig):
             "choices": ["bfloat16", "float16"],
         },
     )
+    stop_at_grad_norm: float | None = field(
+        default=None,
+        metadata={
+            "help": "Stop before an update whose gradient norm, before clipping, is above this. One that is no finite "
+            "number always stops the run."
+        },
+    )
+    hang_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "End the run, with all stacks in `output_dir`/hang_rank*.txt, after that many seconds without any "
+            "movement. Must be longer than the longest stretch that is silent: a round of the transformers engine, "
+            "the grading of a step, a micro-batch, a save."
+        },
+    )
     save_rollouts_every: int = field(
         default=10, metadata={"help": "Steps between rollout files with full text; ids and rewards are always kept."}
     )
@@ -280,6 +295,10 @@ class ToRLConfig(GRPOConfig):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value < minimum:
                 raise UserError(f"{name} is {value!r}: give a number of at least {minimum}.")
+        for name in ("stop_at_grad_norm", "hang_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name} is {value!r}: give a number above 0, or remove it.")
         if self.temperature <= 0:
             raise UserError(f"temperature is {self.temperature!r}: training samples, give a value above 0.")
         cycle = self.steps_per_generation * self.num_iterations

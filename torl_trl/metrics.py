@@ -43,6 +43,7 @@ METRIC_NAMES: tuple[str, ...] = (
     "tools/hallucinated_output",
     "tools/interpreter_failure",
     "tools/observation_tokens",
+    "repetition",
     "tools/seconds_mean",
     "tools/queue_seconds_mean",
     *(f"{_COUNT_PREFIX}{status}" for status in CALL_STATUSES),
@@ -143,7 +144,19 @@ def _measure(rollout: Rollout) -> dict[str, Ratio]:
         "tools/code_before_answer_ratio": Ratio(_blocks_before_answer(rollout), blocks),
         "tools/call_frequency": Ratio(len(executed), 1),
         "tools/observation_tokens": Ratio(rollout.env_mask.count(0), 1),
+        "repetition": Ratio(ends_in_a_loop(rollout.model_texts[-1] if rollout.model_texts else ""), 1),
     }
+
+
+def ends_in_a_loop(text: str) -> bool:
+    """Whether the text ends with the same piece of up to 256 characters four times in a row, 65 characters or more.
+
+    The last piece may be cut off. What repeats with small changes, such as a counter, is not seen.
+    """
+    tail = text.rstrip()[-1024:]
+    before = tail.rfind(tail[-64:], 0, -1)  # where the last 64 characters stood once more
+    period = len(tail) - 64 - before
+    return before >= 0 and 0 < 4 * period <= len(tail) and tail[-4 * period : -period] == tail[-3 * period :]
 
 
 def _passed(executed: Iterable[ToolCall]) -> Ratio:

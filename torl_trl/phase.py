@@ -35,8 +35,8 @@ class RolloutPhase:
         resamples: int = 0,
         shows_bar: bool = False,
     ):
-        self.on_progress: Callable[[RolloutStats], None] | None = None
-        """Called after each engine step, beside the bar."""
+        self.on_rollouts: Callable[[str, RolloutStats, Engine], None] | None = None
+        """Called with the title as a phase starts and after each step of its engine."""
         self._generation = generation
         self._interpreter = interpreter
         self._tokenizer = tokenizer
@@ -52,10 +52,10 @@ class RolloutPhase:
         since with some of them that is a collective call."""
         bar = ProgressBar(stats.rollouts + len(rows), description=title, disable=not self._shows_bar)
 
-        def progressed(stats: RolloutStats) -> None:
+        def show(stats: RolloutStats) -> None:
             bar.update(stats)
-            if self.on_progress is not None:
-                self.on_progress(stats)
+            if self.on_rollouts is not None:
+                self.on_rollouts(title, stats, engine)
 
         def sample(engine: Engine, indices: Sequence[int], seed: int) -> list[Rollout]:
             chosen = [rows[index] for index in indices]
@@ -67,11 +67,12 @@ class RolloutPhase:
                 self._config,
                 seed=seed,
                 on_finished=lambda rollout: self._on_finished(rollout, chosen[rollout.index]),
-                on_progress=progressed,
+                on_progress=show,
                 stats=stats,
             )
 
         with self._generation.engine(sampling) as engine, bar:
+            show(stats)
             rollouts = sample(engine, range(len(rows)), seed) if rows else []
             for attempt in range(1, self._resamples + 1):
                 failed = [rollout.index for rollout in rollouts if rollout.interpreter_failed]

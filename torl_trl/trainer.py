@@ -17,6 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from torl_trl.config import ToRLConfig
+from torl_trl.divergence import check_gradient
 from torl_trl.engines.base import EngineError, Sampling
 from torl_trl.errors import UserError
 from torl_trl.filters import Filters, Group, Sample, filter_metrics
@@ -97,7 +98,7 @@ class ToRLTrainer(PushingTrainer):
         if self.accelerator.device.type == "cpu":
             score_completions_only()
         self._generation = make_generation(self)
-        self._phase = RolloutPhase(
+        self.phase = RolloutPhase(
             self._generation,
             interpreter,
             self.processing_class,
@@ -146,7 +147,7 @@ class ToRLTrainer(PushingTrainer):
         mode, samples, failure = self._mode, [], None
         try:
             title = f"{mode} step {self._rollouts_step}"
-            rollouts = self._phase.run(rows, self._sampling(mode), seed=seed, title=title, stats=self._stats)
+            rollouts = self.phase.run(rows, self._sampling(mode), seed=seed, title=title, stats=self._stats)
             pairs = zip(rows, rollouts, strict=True)
             samples = [Sample(row, rollout, place + number) for number, (row, rollout) in enumerate(pairs)]
             if mode == "train":
@@ -247,7 +248,10 @@ class ToRLTrainer(PushingTrainer):
             # micro-step that does not synchronize; the Trainer sets that again before the next.
             self.accelerator.gradient_state._set_sync_gradients(False)
             return 0.0
-        return super()._get_grad_norm(model, grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None:  # DeepSpeed has none where its configuration leaves it out
+            check_gradient(self, float(norm))
+        return norm
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         return None if self._nothing_to_train else super()._clip_grad_norm(model)
