@@ -4,7 +4,6 @@ The seam is TRL's `rollout_func` plus a thin wrapper that sees the dataset colum
 out. Everything about a rollout lies in `torl_trl.rollout`; everything about the loss lies in TRL.
 """
 
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,20 +26,18 @@ from torl_trl.metrics import Ratio, stats_metrics
 from torl_trl.padding import score_completions_only, without_padding
 from torl_trl.phase import RolloutPhase, Row, fail_together
 from torl_trl.progress import RolloutStats
-from torl_trl.pushing import PushingTrainer
 from torl_trl.recorder import Recorder
 from torl_trl.refill import Refill
 from torl_trl.rewards import AccuracyReward, score
 from torl_trl.rollout import Rollout
 from torl_trl.sampler import EpochSampler
 from torl_trl.setup import check_setup
+from torl_trl.skipping import SkippingTrainer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change in TRL; our TRL is pinned
 
-logger = logging.getLogger(__name__)
 
-
-class ToRLTrainer(PushingTrainer):
+class ToRLTrainer(SkippingTrainer):
     """GRPO with tool-integrated rollouts.
 
     Args:
@@ -76,7 +73,6 @@ class ToRLTrainer(PushingTrainer):
         self._samples: list[Sample] = []  # this rank's rollouts of the generation batch, in TRL's order
         self._left_out: list[Sample] = []  # what was sampled for it beyond, and trains nothing
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
-        self._nothing_to_train = False
         self._stats = RolloutStats()
         self._grading_seconds = 0.0
         self._scoring_seconds = 0.0
@@ -135,9 +131,14 @@ class ToRLTrainer(PushingTrainer):
             "prompt_ids": [sample.rollout.prompt_ids for sample in samples],
             "completion_ids": [sample.rollout.completion_ids for sample in samples],
             "logprobs": [sample.rollout.logprobs for sample in samples],
-            "env_mask": [sample.training_mask for sample in samples],
+            "env_mask": [sample.rollout.env_mask for sample in samples],
             "rollouts": [sample.rollout for sample in samples],
         }
+
+    def _generate(self, prompts: list[str]) -> tuple:
+        """TRL's, which measures lengths with `env_mask`; from here on that is the mask of what trains."""
+        prompt_ids, completion_ids, _, *rest = super()._generate(prompts)
+        return (prompt_ids, completion_ids, [sample.training_mask for sample in self._samples], *rest)
 
     def _sample(self, rows: Sequence[Row], place: int, seed: int) -> list[Sample]:
         """Sample rows of this rank, the first of which stands at `place`, and mark who trains nothing. Collective.
@@ -210,11 +211,7 @@ class ToRLTrainer(PushingTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         started, scoring = time.perf_counter(), self._scoring_seconds
-        try:
-            loss = super().training_step(*args, **kwargs)
-        except _NothingToTrain:
-            self._step += 1  # as TRL does at the end of its own
-            loss = torch.zeros((), device=self.accelerator.device)
+        loss = super().training_step(*args, **kwargs)
         scoring = self._scoring_seconds - scoring
         steps = int(self.accelerator.sync_gradients)  # seconds of all micro-steps, per optimizer step
         self._training_seconds += Ratio(time.perf_counter() - started - scoring, steps)
@@ -225,26 +222,15 @@ class ToRLTrainer(PushingTrainer):
         self._inputs = inputs
         output = super()._generate_and_score_completions(inputs)
         self._record(output["advantages"])
-        self._nothing_to_train = self._mode == "train" and not output["num_items_in_batch"]  # of all ranks
-        if self._nothing_to_train:
-            self._say_that_nothing_trains()
         self._inputs = []
         self._scoring_seconds += time.perf_counter() - started
         return output
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        if self._nothing_to_train:
-            # Without gradients AdamW would still move the weights. The optimizer and the schedule do nothing in a
-            # micro-step that does not synchronize; the Trainer sets that again before the next.
-            self.accelerator.gradient_state._set_sync_gradients(False)
-            return 0.0
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed has none where its configuration leaves it out
             check_gradient(self, float(norm))
         return norm
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        return None if self._nothing_to_train else super()._clip_grad_norm(model)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
         return EpochSampler(super()._get_train_sampler(dataset))
@@ -261,8 +247,6 @@ class ToRLTrainer(PushingTrainer):
             self._refill.load(Path(checkpoint))
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        if self._nothing_to_train and self._mode == "train":
-            raise _NothingToTrain
         return super()._compute_loss(model, without_padding(inputs))
 
     def _calculate_rewards(self, inputs: list[dict[str, Any]], prompts: list[str], *args: Any) -> torch.Tensor:
@@ -304,15 +288,6 @@ class ToRLTrainer(PushingTrainer):
         )
         self._check_interpreter(totals["tools/interpreter_failure"], mode, step)
 
-    def _say_that_nothing_trains(self) -> None:
-        self._recorder.add("train", "filter/skipped_step", Ratio(1, 1))
-        if self.accelerator.is_main_process:
-            logger.warning(
-                "Step %d trains nothing: all of its rollouts were left out (filter/... in metrics.jsonl says why), so "
-                "the update is skipped. If this goes on, the problems are too easy or too hard.",
-                self._rollouts_step,
-            )
-
     def _check_interpreter(self, failures: Ratio, mode: str, step: int) -> None:
         """Stop a run whose interpreter fails: what is left to train on is not what was asked for. On all ranks."""
         limit = self.args.max_interpreter_failures
@@ -338,10 +313,6 @@ class ToRLTrainer(PushingTrainer):
         if self._hub is not None and mode == "train":
             logs["hub/failed_pushes"] = self._hub.failed
         super().log(logs, start_time)
-
-
-class _NothingToTrain(Exception):
-    """Ends a micro-step between the rollouts and the loss."""
 
 
 def _rollout_func(prompts: list[str], trainer: ToRLTrainer) -> dict[str, list]:
