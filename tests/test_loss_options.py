@@ -1,6 +1,7 @@
 """Options of the loss that need others: refused where they cannot act, said where they may harm."""
 
 import logging
+import math
 
 import pytest
 
@@ -24,8 +25,17 @@ def config(tmp_path, **options) -> ToRLConfig:
         ({"refill_limit": 2.0}, "refill_limit is 2.0 and nothing leaves groups out"),
         ({"accuracy_band": [0.9, 0.1]}, r"accuracy_band is \[0.9, 0.1\]"),
         ({"accuracy_band": [0.5]}, r"accuracy_band is \[0.5\]"),
+        ({"accuracy_band": 0.5}, "accuracy_band is 0.5"),
+        ({"accuracy_band": ["low", "high"]}, "accuracy_band is .*: give the lowest and the highest share"),
         ({"refill_limit": -1.0}, "refill_limit is -1.0"),
+        ({"refill_limit": math.inf, "drop_dead_groups": True}, "refill_limit is inf"),
+        ({"refill_limit": math.nan, "drop_dead_groups": True}, "refill_limit is nan"),
+        ({"refill_limit": 0.4, "drop_dead_groups": True}, "for the 2 groups .* make it at least 0.5"),
+        ({"refill_limit": "all", "drop_dead_groups": True}, "refill_limit is 'all'"),
         ({"resample_failures": -1}, "resample_failures is -1"),
+        ({"resample_failures": 1.5}, "resample_failures is 1.5: give a whole number"),
+        ({"hang_timeout": "an hour"}, "hang_timeout is 'an hour'"),
+        ({"stop_at_grad_norm": "large"}, "stop_at_grad_norm is 'large'"),
         ({"overlong_penalty_tokens": 300, "max_completion_length": 200}, "overlong_penalty_tokens is 300"),
         (
             {"drop_dead_groups": True, "per_device_train_batch_size": 2, "generation_batch_size": 4},

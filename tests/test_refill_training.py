@@ -224,8 +224,15 @@ def test_rewards_that_cannot_be_had_early_are_refused(tmp_path, grader):
     async def slow(prompts, completions, completion_ids, **columns):
         return [0.0] * len(prompts)
 
-    with pytest.raises(UserError, match="'slow' is a model or asynchronous"):
-        filtering(tmp_path, grader, {}, rewards=[AccuracyReward(grader), slow], drop_dead_groups=True)
+    class Slow:
+        __name__ = "slow"
+
+        async def __call__(self, prompts, completions, completion_ids, **columns):
+            return [0.0] * len(prompts)
+
+    for function in (slow, Slow()):
+        with pytest.raises(UserError, match="'slow' is a model or asynchronous"):
+            filtering(tmp_path, grader, {}, rewards=[AccuracyReward(grader), function], drop_dead_groups=True)
 
 
 EVERY_SWITCH = {
@@ -310,3 +317,24 @@ def test_penalties_make_a_group_of_wrong_answers_live(tmp_path, grader):
     trainer = filtering(tmp_path, grader, texts, rewards=rewards, drop_dead_groups=True)
     first_batch(trainer)
     assert [sample.dropped is None for sample in trainer._samples] == [True] * 4 + [False] * 4
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize(
+    "rewards", [[-2, 2, 2, 2], [2, 0, 0, None], [0, 0, 0, 1], [None, None, None, 3], [1, 1, 1, 1]]
+)
+def test_a_group_is_dead_exactly_where_trl_gives_it_no_advantage(aggregation, rewards, tmp_path, grader):
+    """With several reward functions, whose sum may be equal where their normalized sum is not, and the other way."""
+
+    def other(prompts, **columns):
+        return rewards * (len(prompts) // 4)
+
+    options = {"rewards": [AccuracyReward(grader), other], "reward_weights": [2.0, 1.0]}
+    options |= {"multi_objective_aggregation": aggregation}
+    texts = dict.fromkeys(range(8), LIVE)  # right, wrong, wrong, wrong
+    _, plain = first_batch(filtering(tmp_path, grader, texts, **options))
+    trainer = filtering(tmp_path, grader, texts, drop_dead_groups=True, **options)
+    _, output = first_batch(trainer)
+    lives = bool(plain["advantages"][:4].abs().max() > 1e-4)
+    assert [sample.dropped is None for sample in trainer._samples] == [lives] * 8
+    assert torch.equal(output["advantages"], plain["advantages"])

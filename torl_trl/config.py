@@ -7,6 +7,7 @@ rollouts is refused here (`REFUSED`).
 import contextlib
 import json
 import logging
+import math
 import os
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -146,7 +147,7 @@ class ToRLConfig(GRPOConfig):
         metadata={
             "help": "End the run, with all stacks in `output_dir`/hang_rank*.txt, after that many seconds without any "
             "movement. Must be longer than the longest stretch that is silent: a round of the transformers engine, "
-            "the grading of a step, a micro-batch, a save."
+            "the wait of a process for the rollouts of the others, the grading of a step, a micro-batch, a save."
         },
     )
     save_rollouts_every: int = field(
@@ -283,21 +284,23 @@ class ToRLConfig(GRPOConfig):
             ("max_tool_calls", 0),
             ("max_observation_chars", 16),
             ("interpreter_retries", 0),
-            ("max_interpreter_failures", 0),
+            ("max_interpreter_failures", 0.0),
             ("grading_workers", 1),
-            ("eval_temperature", 0),
+            ("eval_temperature", 0.0),
             ("save_rollouts_every", 1),
-            ("refill_limit", 0),
+            ("refill_limit", 0.0),
             ("overlong_penalty_tokens", 0),
             ("resample_failures", 0),
             ("max_completion_length", 1),
         ):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or value < minimum:
+            if not isinstance(value, (int, float)) or not minimum <= value < math.inf:
                 raise UserError(f"{name} is {value!r}: give a number of at least {minimum}.")
+            if isinstance(minimum, int) and value != int(value):
+                raise UserError(f"{name} is {value!r}: give a whole number.")
         for name in ("stop_at_grad_norm", "hang_timeout"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 raise UserError(f"{name} is {value!r}: give a number above 0, or remove it.")
         if self.temperature <= 0:
             raise UserError(f"temperature is {self.temperature!r}: training samples, give a value above 0.")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean, stdev
 from typing import Any
 
 from torl_grading.extraction import extract_answer
@@ -76,15 +77,18 @@ class Filters:
         for sample in samples:
             sample.dropped = self._reason(sample.rollout)
 
-    def drop_group(self, group: Group, weights: Sequence[float]) -> None:
-        """Mark the rest of a group that is left out as a whole; `weights` are those of the reward functions."""
+    def drop_group(self, group: Group, weights: Sequence[float], *, normalize_each: bool = False) -> None:
+        """Mark the rest of a group that is left out as a whole; `weights` are those of the reward functions.
+
+        `normalize_each`: their rewards are normalized before they are added (TRL's `normalize_then_sum`).
+        """
         reason = None
         if self.accuracy_band is not None and not self._in_band(group):
             reason = Drop.OUT_OF_BAND
-        elif self.dead_groups and not _anyone_learns(
-            group, [total_reward(sample.scores, weights) for sample in group]
-        ):
-            reason = Drop.DEAD_GROUP
+        elif self.dead_groups:
+            rewards = [sample.scores for sample in group]
+            totals = [total_reward(row, weights) for row in (_normalized(rewards) if normalize_each else rewards)]
+            reason = None if _anyone_learns(group, totals) else Drop.DEAD_GROUP
         if reason is not None:
             leave_out(group, reason)
 
@@ -140,6 +144,17 @@ def filter_metrics(step: Sequence[Sample], left_out: Sequence[Sample], group_siz
         "filter/full": Ratio(sum(map(trains, groups)), len(groups)),
         "filter/extra_generation": Ratio(len(left_out), len(step)),
     }
+
+
+def _normalized(rewards: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    """Rewards (rollouts, functions) of a group with mean 0 and deviation 1 for each function, as TRL makes them."""
+    columns = []
+    for values in zip(*rewards, strict=True):
+        known = [value for value in values if not math.isnan(value)]
+        # The reward of one rollout alone has no deviation, and counts as none.
+        mean, deviation = (fmean(known), stdev(known)) if len(known) > 1 else (math.nan, 0.0)
+        columns.append([(value - mean) / (deviation + 1e-4) for value in values])
+    return list(zip(*columns, strict=True))
 
 
 def _anyone_learns(group: Group, totals: Sequence[float]) -> bool:

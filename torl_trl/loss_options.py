@@ -4,6 +4,7 @@ TRL takes them in any combination. Called after TRL has derived its own options.
 """
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from torl_trl.errors import UserError
@@ -49,10 +50,11 @@ def check_loss_options(args: "ToRLConfig") -> None:
 
 def check_filters(args: "ToRLConfig") -> None:
     """Raises `UserError` for filters that cannot act as they are written."""
-    filters = args.filters()
     band = args.accuracy_band
-    if band is not None and not (len(band) == 2 and 0 <= band[0] <= band[1] <= 1):
+    numbers = isinstance(band, list | tuple) and all(isinstance(share, int | float) for share in band)
+    if band is not None and not (numbers and len(band) == 2 and 0 <= band[0] <= band[1] <= 1):
         raise UserError(f"accuracy_band is {band!r}: give the lowest and the highest share, such as [0.1, 0.9].")
+    filters = args.filters()
     if args.overlong_penalty_tokens > args.max_completion_length:
         raise UserError(
             f"overlong_penalty_tokens is {args.overlong_penalty_tokens}, more than max_completion_length: "
@@ -80,6 +82,12 @@ def _check_groups(args: "ToRLConfig") -> None:
             f"A process has {rows} rollouts of a step, which are no whole groups of num_generations: "
             f"{args.num_generations}, and drop_dead_groups and accuracy_band need whole ones: make "
             "per_device_train_batch_size x gradient_accumulation_steps a multiple of num_generations."
+        )
+    groups = rows // args.num_generations
+    if args.refill_limit and args.refill_limit * groups < 1:
+        raise UserError(
+            f"refill_limit is {args.refill_limit}, which for the {groups} groups that a process has of a step is not "
+            f"one more: make it at least {math.ceil(100 / groups) / 100}."
         )
     if args.steps_per_generation % args.gradient_accumulation_steps:
         raise UserError(

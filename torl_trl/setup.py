@@ -1,9 +1,9 @@
 """What only a trainer that is set up can tell: model, data and options that do not work together."""
 
-import inspect
 from typing import TYPE_CHECKING
 
 import torch
+from trl.trainer.utils import is_async_callable
 
 from torl_interpreters.base import Interpreter
 from torl_trl.errors import UserError
@@ -27,7 +27,7 @@ def check_setup(trainer: "ToRLTrainer", interpreter: Interpreter | None) -> None
         raise UserError("No AccuracyReward is among the reward functions: add one, metrics need its verdicts.")
     if args.filters().drops_groups:
         for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
-            if isinstance(function, torch.nn.Module) or inspect.iscoroutinefunction(function):
+            if isinstance(function, torch.nn.Module) or is_async_callable(function):
                 raise UserError(
                     f"The reward function {name!r} is a model or asynchronous, and drop_dead_groups and accuracy_band "
                     "need rewards before TRL computes them: give a plain function, or switch them off."

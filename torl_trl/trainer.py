@@ -165,8 +165,9 @@ class ToRLTrainer(SkippingTrainer):
             scores = score(self.reward_funcs, rows, rollouts, trainer_state=self.state)
             for sample, values in zip(samples, scores, strict=True):
                 sample.scores = values
+            normalize_each = self.multi_objective_aggregation == "normalize_then_sum"
             for group in self._groups(samples):
-                self._filters.drop_group(group, self.reward_weights.tolist())
+                self._filters.drop_group(group, self.reward_weights.tolist(), normalize_each=normalize_each)
 
     def _refilled(self, samples: list[Sample]) -> list[Sample]:
         """Replace groups that train nothing by groups of further problems, as far as refill_limit allows."""
