@@ -123,6 +123,7 @@ def test_every_rollout_that_was_sampled_is_recorded_once_and_measured(tmp_path, 
         assert all(row["advantage"] != 0 for row in trained)
         assert all(row["problem_id"] in ("id1", "id5") for row in trained)
         assert all(row["reward"] is not None for row in rows)
+        assert line["reward"] == line["rewards/accuracy_reward/mean"] == sum(row["reward"] for row in rows) / len(rows)
 
 
 def test_a_dead_group_that_nobody_replaces_counts_in_no_denominator(tmp_path, grader):

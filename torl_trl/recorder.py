@@ -1,7 +1,7 @@
 """What a run writes down of its rollouts: metrics added up over ranks and steps, and a parquet file for each step."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Recorder:
         ratios = self._over_ranks(
             rollout_metrics(rollouts)
             | {"reward": Ratio(sum(scored), len(scored)), "time/executing": Ratio(executing, 1)}
+            | _reward_means(samples, weights)
             | self._benchmark_averages(samples, group_size)
             | dict(extra)
         )
@@ -137,3 +138,12 @@ class Recorder:
         if self._accelerator.is_main_process:
             mode, step = self._rows_of
             write_rollouts(rollouts_path(Path(self._args.output_dir), step, mode), self._rows)
+
+
+def _reward_means(samples: Sequence[Sample], names: Iterable[str]) -> dict[str, Ratio]:
+    """`rewards/<function>/mean`, of the rollouts that have a reward from it."""
+    means = {}
+    for place, name in enumerate(names):
+        known = [score for sample in samples if not math.isnan(score := sample.scores[place])]
+        means[f"rewards/{name}/mean"] = Ratio(sum(known), len(known))
+    return means

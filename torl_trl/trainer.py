@@ -308,8 +308,9 @@ class ToRLTrainer(SkippingTrainer):
         for name in [name for name in self._metrics["eval"] if name.startswith("sampling/")]:
             del self._metrics["eval"][name]  # vLLM's logprobs are at the evaluation's temperature, TRL's own are not
         values = self._recorder.take_values(mode)
-        if "reward" in values:  # TRL's is a mean of batch means, in which a short last batch weighs too much
-            self._metrics[mode]["reward"] = [values.pop("reward")]
+        # TRL's are means of batch means, in which a short last batch weighs too much, and without what was left out.
+        for name in [name for name in values if name == "reward" or name.startswith("rewards/")]:
+            self._metrics[mode][name] = [values.pop(name)]
         logs.update({prefix + name: value for name, value in values.items()})
         if self._hub is not None and mode == "train":
             logs["hub/failed_pushes"] = self._hub.failed
