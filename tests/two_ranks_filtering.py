@@ -1,10 +1,12 @@
-"""A trainer of two ranks with filters: rank 0's groups are live and rank 1's dead, or all. Run by torchrun."""
+"""A trainer of two ranks with filters, started by a launcher: rank 0's groups are live and rank 1's dead, or all are
+dead; or ("parts") a rollout in four trains, and an update takes a quarter of a generation batch."""
 
 import os
 import sys
 from pathlib import Path
 
-from test_refill_training import ALL_WRONG, LIVE, filtering
+from test_refill_training import ALL_WRONG, LIVE, VOID, filtering
+from test_trainer import RIGHT
 
 from torl_grading import Grader
 
@@ -15,6 +17,10 @@ if __name__ == "__main__":
         # Rows of a step in order: problems 0 to 3 in step 1, of which rank 1 has the last two, 4 to 7 in step 2.
         live = {} if name == "empty" else dict.fromkeys((0, 1, 4, 5), LIVE)
         options = {"drop_dead_groups": True, "refill_limit": 2.0 if name == "empty" else 20.0, "max_steps": 2}
+        if name == "parts":
+            live = {problem: [VOID, VOID, VOID, RIGHT] for problem in range(8)}
+            options = {"drop_void_turns": True, "max_steps": 8, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
+            options |= {"steps_per_generation": 8, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
         trainer = filtering(folder, grader, live, **options)
         trainer.texts |= {problem: ALL_WRONG for problem in trainer.texts if int(problem[2:]) not in live}
         trainer.train()
