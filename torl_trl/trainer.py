@@ -8,7 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from torl_trl.recorder import Recorder
 from torl_trl.refill import Refill
 from torl_trl.rewards import AccuracyReward, score
 from torl_trl.rollout import Rollout
-from torl_trl.sampler import EpochSampler
 from torl_trl.setup import check_setup
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change in TRL; our TRL is pinned
@@ -245,20 +243,6 @@ class ToRLTrainer(PushingTrainer):
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         return None if self._nothing_to_train else super()._clip_grad_norm(model)
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
-        return EpochSampler(super()._get_train_sampler(dataset))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._refill is not None and self.is_world_process_zero():
-            self._refill.save(Path(output_dir))
-        self.accelerator.wait_for_everyone()  # see torl_trl.checkpoints
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if self._refill is not None and checkpoint is not None:
-            self._refill.load(Path(checkpoint))
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         if self._nothing_to_train and self._mode == "train":
