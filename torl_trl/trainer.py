@@ -148,22 +148,21 @@ class ToRLTrainer(PushingTrainer):
             rollouts = self.phase.run(rows, self._sampling(mode), seed=seed, title=title, stats=self._stats)
             pairs = zip(rows, rollouts, strict=True)
             samples = [Sample(row, rollout, place + number) for number, (row, rollout) in enumerate(pairs)]
-            if mode == "train":
-                self._filter(samples)
+            self._filter(samples, self._filters if mode == "train" else Filters())
         except Exception as error:
             failure = error
         fail_together(self.accelerator, failure)
         return samples
 
-    def _filter(self, samples: list[Sample]) -> None:
-        self._filters.drop_rollouts(samples)
-        if self._refill is not None:
+    def _filter(self, samples: list[Sample], filters: Filters) -> None:
+        filters.drop_rollouts(samples)
+        if filters.drops_groups:
             rows, rollouts = [sample.row for sample in samples], [sample.rollout for sample in samples]
             scores = score(self.reward_funcs, rows, rollouts, trainer_state=self.state)
             for sample, values in zip(samples, scores, strict=True):
                 sample.scores = values
             for group in self._groups(samples):
-                self._filters.drop_group(group, self.reward_weights.tolist())
+                filters.drop_group(group, self.reward_weights.tolist())
 
     def _refilled(self, samples: list[Sample]) -> list[Sample]:
         """Replace groups that train nothing by groups of further problems, as far as refill_limit allows."""
