@@ -328,6 +328,23 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(resumed_at, tmp_
     assert torch.equal(weights, resumed)
 
 
+@pytest.mark.parametrize("steps", [2, 4])  # inside an epoch of 4 steps, and at its end
+def test_a_finished_run_that_is_started_again_trains_no_step_more(steps, tmp_path, grader):
+    options = {"trainer_class": ToRLTrainer, "max_completion_length": 12, "max_steps": steps}
+    options |= {"interpreter": FakeInterpreter(lambda code: ok("1"))}
+    options |= {"save_strategy": "steps", "save_steps": 1}
+    finished = make_trainer(tmp_path, grader, **options)
+    finished.train()
+    again = make_trainer(tmp_path, grader, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    assert again.state.global_step == steps
+    pairs = zip(finished.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "train"] == list(range(1, steps + 1))
+    assert not (tmp_path / f"checkpoint-{steps + 1}").exists()
+
+
 def test_eval_reward_weighs_every_completion_the_same(tmp_path, grader):
     options = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 1, "per_device_eval_batch_size": 3}
     trainer = make_trainer(tmp_path, grader, texts=[RIGHT, WRONG, WRONG], **options)

@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import HubStrategy
-from trl import GRPOTrainer
 
 from torl_trl.config import ToRLConfig
 from torl_trl.errors import UserError
 from torl_trl.hub import HubPush, open_repo
+from torl_trl.resuming import ResumingTrainer
 
 
-class PushingTrainer(GRPOTrainer):
-    """GRPOTrainer with our way to the Hub, and a model card of the caller's; transformers calls these methods."""
+class PushingTrainer(ResumingTrainer):
+    """A trainer with our way to the Hub, and a model card of the caller's; transformers calls these methods."""
 
     args: ToRLConfig
     _model_card: Callable[[], Any] | None = None

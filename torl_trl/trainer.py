@@ -7,7 +7,6 @@ out. Everything about a rollout lies in `torl_trl.rollout`; everything about the
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from torl_trl.recorder import Recorder
 from torl_trl.refill import Refill
 from torl_trl.rewards import AccuracyReward, score
 from torl_trl.rollout import Rollout
-from torl_trl.sampler import EpochSampler
 from torl_trl.setup import check_setup
 from torl_trl.skipping import SkippingTrainer
 
@@ -151,23 +149,22 @@ class ToRLTrainer(SkippingTrainer):
             rollouts = self.phase.run(rows, self._sampling(mode), seed=seed, title=title, stats=self._stats)
             pairs = zip(rows, rollouts, strict=True)
             samples = [Sample(row, rollout, place + number) for number, (row, rollout) in enumerate(pairs)]
-            if mode == "train":
-                self._filter(samples)
+            self._filter(samples, self._filters if mode == "train" else Filters())
         except Exception as error:
             failure = error
         fail_together(self.accelerator, failure)
         return samples
 
-    def _filter(self, samples: list[Sample]) -> None:
-        self._filters.drop_rollouts(samples)
-        if self._refill is not None:
+    def _filter(self, samples: list[Sample], filters: Filters) -> None:
+        filters.drop_rollouts(samples)
+        if filters.drops_groups:
             rows, rollouts = [sample.row for sample in samples], [sample.rollout for sample in samples]
             scores = score(self.reward_funcs, rows, rollouts, trainer_state=self.state)
             for sample, values in zip(samples, scores, strict=True):
                 sample.scores = values
             normalize_each = self.multi_objective_aggregation == "normalize_then_sum"
             for group in self._groups(samples):
-                self._filters.drop_group(group, self.reward_weights.tolist(), normalize_each=normalize_each)
+                filters.drop_group(group, self.reward_weights.tolist(), normalize_each=normalize_each)
 
     def _refilled(self, samples: list[Sample]) -> list[Sample]:
         """Replace groups that train nothing by groups of further problems, as far as refill_limit allows."""
@@ -232,20 +229,6 @@ class ToRLTrainer(SkippingTrainer):
         if norm is not None:  # DeepSpeed has none where its configuration leaves it out
             check_gradient(self, float(norm))
         return norm
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
-        return EpochSampler(super()._get_train_sampler(dataset))
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self._refill is not None and self.is_world_process_zero():
-            self._refill.save(Path(output_dir))
-        self.accelerator.wait_for_everyone()  # see torl_trl.checkpoints
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        if self._refill is not None and checkpoint is not None:
-            self._refill.load(Path(checkpoint))
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         return super()._compute_loss(model, without_padding(inputs))
