@@ -22,10 +22,11 @@ from torl_doctor import stand_ins
 from torl_doctor.dry_run import dry_options, prepare
 from torl_doctor.stand_ins import shrunk, stand_in
 from torl_trl.command_line import parse_arguments
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
 from torl_trl.data import DataError
 from torl_trl.errors import UserError
 from torl_trl.records import read_rollouts
+from torl_trl.script_arguments import ToRLScriptArguments
 
 RECIPES = ROOT / "recipes"
 TINY = RECIPES / "tiny"

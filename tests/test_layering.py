@@ -19,6 +19,7 @@ PACKAGES = {
     "torl_eval": 1500,
     "torl_report": 2000,
     "torl_doctor": 1500,
+    "torl_guards": 600,
 }
 """Each with the lines that it may have."""
 MAY_IMPORT = {
@@ -29,6 +30,7 @@ MAY_IMPORT = {
     "torl_eval": {"torl_trl", "torl_grading"},
     "torl_report": {"torl_trl", "torl_grading", "torl_eval"},
     "torl_doctor": {"torl_trl", "torl_grading", "torl_eval"},
+    "torl_guards": {"torl_trl"},
 }
 """Arrows between the packages; recipes import any, none imports recipes."""
 

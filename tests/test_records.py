@@ -24,6 +24,7 @@ FACTS = {
     "reward": 0.5,
     "rewards": {"accuracy": 1.0, "executability": -0.5},
     "advantage": 0.25,
+    "dropped": "void_turn",
     "engine": "scripted",
     "seed": 42,
     "full": True,

@@ -27,6 +27,7 @@ SILENT = "I guess \\boxed{41}."
 BROKEN = CALL.format("boom") + "So \\boxed{0}."
 TEXTS = [RIGHT, WRONG, SILENT, BROKEN]
 LOSS_TYPES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
+NEEDED = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +152,7 @@ def test_a_half_precision_copy_generates_with_the_present_weights(tmp_path, grad
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_inserted_tokens_get_exactly_no_gradient_and_their_logprobs_do_not_matter(loss_type, tmp_path, grader):
-    options = {"epsilon_high": 5.0} if loss_type in ("cispo",) else {}
-    if loss_type == "luspo":
-        options = {"importance_sampling_level": "sequence"}
-    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, **options)
+    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, **NEEDED.get(loss_type, {}))
     _, batch = scored_batch(trainer)
     trainer.current_gradient_accumulation_steps = 1
     batch = {key: value for key, value in batch.items() if value is not None}
@@ -194,8 +192,7 @@ def test_inserted_tokens_get_exactly_no_gradient_and_their_logprobs_do_not_matte
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_loss_of_a_micro_batch_is_the_same_without_its_padding(loss_type, tmp_path, grader):
-    options = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
-    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, num_iterations=2, **options)
+    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, num_iterations=2, **NEEDED.get(loss_type, {}))
     _, batch = scored_batch(trainer)
     trainer.current_gradient_accumulation_steps = 1
     rows = [1, 2, 6]  # none of them is the longest

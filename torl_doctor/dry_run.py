@@ -20,7 +20,8 @@ from trl import ModelConfig
 
 from torl_trl.batch import accumulation_steps
 from torl_trl.command_line import RecipeParser, check_keys, find_config, split_equals
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
+from torl_trl.script_arguments import ToRLScriptArguments
 
 logger = logging.getLogger(__name__)
 

@@ -70,6 +70,9 @@ class EmbeddedInterpreter(base.Interpreter):
         self._lock = threading.Lock()
         self._closed = False
 
+    def __repr__(self) -> str:
+        return f"embedded in tier {self.tier}, {self.slots - self._free.qsize()} of {self.slots} slots busy"
+
     def submit(self, code: str) -> Future[base.ExecutionResult]:
         with self._lock:
             if self._closed:

@@ -129,6 +129,10 @@ class RemoteInterpreter(base.Interpreter):
         self._lock = threading.Lock()
         self._closed = False
 
+    def __repr__(self) -> str:
+        busy = f"{self.slots - len(self._free)} of {self.slots} slots busy, {len(self._waiting)} programs waiting"
+        return f"{self._service}, {busy}; {self._failures} failures in {self._attempts} attempts so far"
+
     def _start(self) -> None:
         self._loop = loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=loop.run_forever, name=f"interpreter-{self._service}", daemon=True)
