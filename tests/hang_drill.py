@@ -16,12 +16,12 @@ import grpo_torl
 import launching
 import torch
 
+from torl_interpreters.embedded import EmbeddedInterpreter
 from torl_trl import ToRLTrainer
 from torl_trl.command_line import run_main
 from torl_trl.engines.base import Engine
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.engines.vllm import VLLMEngine
-from torl_trl.interpreters.embedded import EmbeddedInterpreter
 
 KIND, FOLDER = sys.argv[1], Path(sys.argv[2])
 RANK = os.environ.get("RANK", "0")

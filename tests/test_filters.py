@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from test_rewards import make_rollout
 
 from torl_grading import Verdict
+from torl_interpreters.base import ExecutionStatus
 from torl_trl.filters import Drop, Filters, Sample, filter_metrics, has_void_turn, leave_out, total_reward, trains
-from torl_trl.interpreters.base import ExecutionStatus
 from torl_trl.rollout import Rollout, StopReason
 
 CODE = "```python\nprint(6 * 7)\n```\n```output"

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.records import SCHEMA, read_rollouts, rollout_row, rollouts_path, segment_texts, write_rollouts
 from torl_trl.rollout import Rollout, Segment, StopReason, ToolCall
 

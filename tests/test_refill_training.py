@@ -18,9 +18,9 @@ from test_trainer import RIGHT, SILENT, WRONG, answer, make_trainer
 from toys import FakeInterpreter, byte_level_tokenizer, ok
 
 from torl_grading import Grader
+from torl_interpreters.base import InterpreterUnavailable
 from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import InterpreterUnavailable
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.records import read_rollouts
 from torl_trl.rewards import OverlongPenalty

@@ -13,9 +13,9 @@ from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
 from trl import GRPOTrainer
 
 from torl_grading import Grader
+from torl_interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl import AccuracyReward, ExecutabilityPenalty, Rollout, ToRLConfig, ToRLTrainer
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.padding import without_padding
 from torl_trl.records import read_rollouts

@@ -7,12 +7,12 @@ from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from torl_doctor.findings import Finding, Run
+from torl_interpreters.base import ExecutionStatus
+from torl_interpreters.e2b import PLAN_CREATIONS_PER_SECOND
 from torl_trl.data import first_line
 from torl_trl.engines.vllm_server import check_server
 from torl_trl.hub import hub_client
 from torl_trl.interpreters import Interpreter, get_interpreter
-from torl_trl.interpreters.base import ExecutionStatus
-from torl_trl.interpreters.e2b import PLAN_CREATIONS_PER_SECOND
 
 TIMEOUT_SECONDS = 2.0  # of the programs here
 ANSWER_SECONDS = 90.0  # for a call, with what a service may take to start

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from torl_guards.heartbeat import Heartbeat
+from torl_interpreters.base import Interpreter
 from torl_trl import ToRLTrainer
 from torl_trl.engines.base import Engine
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.progress import RolloutStats
 
 

@@ -20,8 +20,9 @@ from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
 from torl_trl.script_arguments import ToRLScriptArguments
 
-PACKAGES = tuple(
-    f"torl_{name}" for name in ("trl", "data", "doctor", "eval", "grading", "guards", "report", "sandbox")
+PACKAGES = (
+    *("torl_trl", "torl_data", "torl_doctor", "torl_eval", "torl_grading", "torl_guards", "torl_interpreters"),
+    *("torl_report", "torl_sandbox"),
 )
 """Whose log a user sees, from INFO on and on the main process."""
 

@@ -17,8 +17,8 @@ ratio too would lower that ratio with the interpreter's luck, for every such rol
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torl_interpreters.base import ExecutionStatus
 from torl_trl import prompts
-from torl_trl.interpreters.base import ExecutionStatus
 from torl_trl.progress import RolloutStats
 from torl_trl.rollout import Rollout, StopReason, ToolCall
 from torl_trl.sentinels import SENTINELS, find_sentinels

@@ -4,9 +4,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torl_trl.engines.base import Engine, Sampling, Tokenizer
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
+
+from torl_interpreters.base import Interpreter
+from torl_trl.engines.base import Engine, EngineError, Sampling
 from torl_trl.generation import Generation
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.progress import ProgressBar, RolloutStats
 from torl_trl.rollout import Rollout, RolloutConfig, run_rollouts
 
@@ -28,7 +32,7 @@ class RolloutPhase:
         self,
         generation: Generation,
         interpreter: Interpreter | None,
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         config: RolloutConfig,
         on_finished: Callable[[Rollout, Row], None],
         *,
@@ -83,3 +87,14 @@ class RolloutPhase:
                 for index, rollout in zip(failed, sample(engine, failed, hash((seed, attempt))), strict=True):
                     rollout.index, rollouts[index] = index, rollout
         return rollouts
+
+
+def fail_together(accelerator: Accelerator, failure: Exception | None) -> None:
+    """Raise this rank's failure, or another's, on every rank (a collective call)."""
+    if accelerator.num_processes > 1:
+        said = [(accelerator.process_index, str(failure))] if failure else []
+        for rank, words in gather_object(said):
+            if failure is None:
+                raise EngineError(f"Rank {rank} failed in its rollouts: {words}")
+    if failure is not None:
+        raise failure

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
 from torl_grading import Grader, Verdict
-from torl_trl.interpreters.base import ExecutionStatus
+from torl_interpreters.base import ExecutionStatus
 from torl_trl.rollout import Rollout
 
 GradeText = Literal["own", "full"]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torl_interpreters.base import Interpreter
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.rewards import AccuracyReward
 
 if TYPE_CHECKING:

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather, gather_object
+from accelerate.utils import gather
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from torl_interpreters.base import Interpreter
 from torl_trl.config import ToRLConfig
 from torl_trl.divergence import check_gradient
-from torl_trl.engines.base import EngineError, Sampling
+from torl_trl.engines.base import Sampling
 from torl_trl.errors import UserError
 from torl_trl.filters import Filters, Group, Sample, filter_metrics
 from torl_trl.generation import make_generation, vllm_for_trl
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import Ratio, stats_metrics
 from torl_trl.padding import score_completions_only, without_padding
-from torl_trl.phase import RolloutPhase, Row
+from torl_trl.phase import RolloutPhase, Row, fail_together
 from torl_trl.progress import RolloutStats
 from torl_trl.pushing import PushingTrainer
 from torl_trl.recorder import Recorder
@@ -154,7 +154,7 @@ class ToRLTrainer(PushingTrainer):
                 self._filter(samples)
         except Exception as error:
             failure = error
-        self._fail_together(failure)
+        fail_together(self.accelerator, failure)
         return samples
 
     def _filter(self, samples: list[Sample]) -> None:
@@ -187,16 +187,6 @@ class ToRLTrainer(PushingTrainer):
     def _start_grading(self, rollout: Rollout, row: Row) -> None:
         for function in self._accuracy_rewards:
             function.start(rollout, row["solution"])
-
-    def _fail_together(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, or another's, on every rank (a collective call)."""
-        if self.accelerator.num_processes > 1:
-            said = [(self.accelerator.process_index, str(failure))] if failure else []
-            for rank, words in gather_object(said):
-                if failure is None:
-                    raise EngineError(f"Rank {rank} failed in its rollouts: {words}")
-        if failure is not None:
-            raise failure
 
     @property
     def _rollouts_step(self) -> int:

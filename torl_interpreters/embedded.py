@@ -23,11 +23,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
-from torl_trl.interpreters import base
-from torl_trl.interpreters.plain import PlainBackend
-from torl_trl.interpreters.self_test import check
-from torl_trl.interpreters.server import ForkServerBackend
-from torl_trl.interpreters.tiers import Tier, candidates
+from torl_interpreters import base
+from torl_interpreters.plain import PlainBackend
+from torl_interpreters.self_test import check
+from torl_interpreters.server import ForkServerBackend
+from torl_interpreters.tiers import Tier, candidates
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from torl_trl.interpreters import base
-from torl_trl.interpreters.base import ExecutionResult, InterpreterClosed, InterpreterError
-from torl_trl.interpreters.tiers import SANDBOX
+from torl_interpreters import base
+from torl_interpreters.base import ExecutionResult, InterpreterClosed, InterpreterError
+from torl_interpreters.tiers import SANDBOX
 
 logger = logging.getLogger(__name__)
 
