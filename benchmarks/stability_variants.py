@@ -25,11 +25,16 @@ TASKS: dict[str, dict[str, Any]] = {
     "hard": {
         "max_tool_calls": 3,
         "max_completion_length": 256,
-        "learning_rate": 2e-3,
+        "gradient_accumulation_steps": 4,  # 8 problems a step
+        "learning_rate": 1.4e-3,
     },
     "dead": {"dataset_name": "unanswerable.jsonl"},
 }
-"""What a task changes in recipes/tiny.yaml. The name of a file is one that `write_problems` writes."""
+"""What a task changes in recipes/tiny.yaml. The name of a file is one that `write_problems` writes.
+
+hard: steps so large and so noisy that with the paper's settings turns fall to pieces and rollouts grow to their limit.
+At 1e-3 this did not happen in 25 steps, at 2e-3 it did with every switch that was tried.
+"""
 
 VOID = {"drop_void_turns": True}
 REFILL = {"drop_dead_groups": True, "refill_limit": 3.0}
@@ -43,6 +48,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "penalty": {"overlong_penalty_tokens": 64},
     "no_std": {"scale_rewards": "none"},
     "clip_higher": CLIP_HIGHER,
+    "double_rate": {"learning_rate": 8e-4},  # a control: what the second update of clip_higher does
     "plus": VOID | REFILL | MASK | CLIP_HIGHER,
 }
 """What is switched on, over the paper's settings."""
@@ -67,15 +73,28 @@ class Variant:
         return options | {"max_steps": (steps or self.steps) * updates, "eval_steps": self.eval_every * updates}
 
 
+THREE, TWO, ONE = (1, 2, 3), (1, 2), (1,)
 VARIANTS = {
     f"{variant.task}/{variant.switches}": variant
     for variant in (
-        *(Variant("tiny", switches, steps=60, seeds=(1, 2, 3)) for switches in ("paper", "refill", "plus")),
-        *(Variant("tiny", name, 60, (1, 2)) for name in ("void", "mask", "penalty", "no_std", "clip_higher")),
-        *(Variant("hard", switches, steps=60, seeds=(1, 2, 3)) for switches in ("paper", "void", "refill", "plus")),
-        *(Variant("dead", switches, steps=40, seeds=(1, 2, 3)) for switches in ("paper", "refill")),
+        Variant("tiny", "paper", 70, THREE),
+        Variant("tiny", "plus", 40, THREE),
+        Variant("dead", "paper", 40, THREE),
+        Variant("dead", "refill", 40, THREE),
+        Variant("hard", "paper", 40, THREE),
+        Variant("hard", "plus", 40, THREE),
+        Variant("hard", "void", 40, THREE),
+        Variant("hard", "refill", 40, TWO),
+        Variant("tiny", "refill", 50, THREE),
+        Variant("tiny", "clip_higher", 40, TWO),
+        Variant("tiny", "double_rate", 50, TWO),
+        Variant("tiny", "void", 50, TWO),
+        Variant("tiny", "no_std", 50, TWO),
+        Variant("tiny", "mask", 50, ONE),
+        Variant("tiny", "penalty", 50, ONE),
     )
 }
+"""The most important first: in this order they are trained."""
 
 
 def write_problems(folder: Path, seed: int = 0) -> dict[str, Path]:

@@ -9,6 +9,7 @@ from report_runs import rollout
 from stability_measures import measure, read_sampled
 from stability_variants import DEAD_SHARE, RECIPE, VARIANTS, write_problems
 
+from torl_trl.command_line import parse_arguments
 from torl_trl.records import rollouts_path, write_rollouts
 from torl_trl.run_folder import read_metrics
 
@@ -96,6 +97,14 @@ def test_a_variant_that_trains_twice_on_a_batch_makes_twice_the_steps_of_the_sam
     paper, plus = (VARIANTS[f"tiny/{name}"].options(problems, steps=10) for name in ("paper", "plus"))
     assert (paper["max_steps"], plus["max_steps"]) == (10, 20)
     assert plus["eval_steps"] == 2 * paper["eval_steps"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_recipe_takes_the_options_of_every_variant(name, tmp_path):
+    options = VARIANTS[name].options(write_problems(tmp_path))
+    words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+    _, args, _ = parse_arguments(["--config", "tiny.yaml", *words], RECIPE.parent)
+    assert all(getattr(args, option) == value for option, value in options.items() if hasattr(args, option) and value)
 
 
 def test_a_share_of_the_dead_task_has_no_right_answer_and_the_rest_is_as_it_was(tmp_path):
