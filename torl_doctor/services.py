@@ -67,7 +67,7 @@ def _capacity(run: Run, opened: Interpreter) -> Finding:
     for future in [opened.submit(ORDINARY) for _ in range(count)]:
         future.result(ANSWER_SECONDS)
     rate = count / (time.perf_counter() - started)
-    calls = args.generation_batch_size * args.max_tool_calls
+    calls = int(args.generation_batch_size * args.max_tool_calls * (1 + args.refill_limit))
     seconds = calls / rate
     text = f"at most {calls} calls a step, {slots} at a time, {rate:.0f} a second here: {seconds:.0f} s a step"
     remedy = "raise slots where there are cores for them, or add servers"
