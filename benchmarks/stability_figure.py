@@ -32,7 +32,7 @@ PANELS: tuple[tuple[str, str, str, str, Callable[[Path], Points]], ...] = (
     ("dead", "60 % of groups dead", "groups that train", "step", live_groups_by_step),
 )
 """Task, title, units of y and x, and what is drawn of a run."""
-SHOWN = ("paper", "void", "refill", "plus")
+SHOWN = ("paper", "void", "refill", "plus", "plus_twice")
 """The switches whose runs are drawn; more lines could not be told apart."""
 
 
@@ -59,7 +59,7 @@ def draw_variant(axes: Axes, name: str, lines: list[Points], index: int) -> None
             [x for x, _ in points],
             [y for _, y in points],
             color=PALETTE[index],
-            linestyle=DASHES[index],
+            linestyle=DASHES[index % len(DASHES)],
             linewidth=1.5,
             alpha=0.8,
             label=None if number else name,

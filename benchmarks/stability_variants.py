@@ -39,19 +39,22 @@ At 1e-3 this did not happen in 25 steps, at 2e-3 it did with every switch that w
 VOID = {"drop_void_turns": True}
 REFILL = {"drop_dead_groups": True, "refill_limit": 3.0}
 MASK = {"mask_truncated_completions": True}
+NO_STD = {"scale_rewards": "none"}
 CLIP_HIGHER = {"epsilon_high": 0.28, "num_iterations": 2}
+PLUS = VOID | REFILL | MASK | NO_STD | {"resample_failures": 1}
 SWITCHES: dict[str, dict[str, Any]] = {
     "paper": {},
     "void": VOID,
     "refill": REFILL,
     "mask": MASK,
     "penalty": {"overlong_penalty_tokens": 64},
-    "no_std": {"scale_rewards": "none"},
+    "no_std": NO_STD,
     "clip_higher": CLIP_HIGHER,
     "double_rate": {"learning_rate": 8e-4},  # a control: what the second update of clip_higher does
-    "plus": VOID | REFILL | MASK | CLIP_HIGHER,
+    "plus": PLUS,
+    "plus_twice": PLUS | CLIP_HIGHER,
 }
-"""What is switched on, over the paper's settings."""
+"""What is switched on, over the paper's settings; `plus` is what qwen1.5b_plus.yaml has."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,22 @@ VARIANTS = {
     f"{variant.task}/{variant.switches}": variant
     for variant in (
         Variant("tiny", "paper", 70, THREE),
-        Variant("tiny", "plus", 40, THREE),
-        Variant("dead", "paper", 40, THREE),
-        Variant("dead", "refill", 40, THREE),
-        Variant("hard", "paper", 40, THREE),
-        Variant("hard", "plus", 40, THREE),
-        Variant("hard", "void", 40, THREE),
-        Variant("hard", "refill", 40, TWO),
-        Variant("tiny", "refill", 50, THREE),
-        Variant("tiny", "clip_higher", 40, TWO),
-        Variant("tiny", "double_rate", 50, TWO),
-        Variant("tiny", "void", 50, TWO),
-        Variant("tiny", "no_std", 50, TWO),
-        Variant("tiny", "mask", 50, ONE),
-        Variant("tiny", "penalty", 50, ONE),
+        Variant("tiny", "plus_twice", 30, THREE),
+        Variant("tiny", "plus", 50, THREE),
+        Variant("dead", "refill", 25, THREE),
+        Variant("dead", "paper", 25, THREE),
+        Variant("hard", "paper", 30, THREE),
+        Variant("hard", "void", 30, THREE),
+        Variant("hard", "plus", 30, THREE),
+        Variant("hard", "plus_twice", 30, THREE),
+        Variant("hard", "refill", 30, TWO),
+        Variant("tiny", "clip_higher", 30, TWO),
+        Variant("tiny", "refill", 50, TWO),
+        Variant("tiny", "void", 40, TWO),
+        Variant("tiny", "no_std", 40, TWO),
+        Variant("tiny", "double_rate", 40, TWO),
+        Variant("tiny", "mask", 40, ONE),
+        Variant("tiny", "penalty", 40, ONE),
     )
 }
 """The most important first: in this order they are trained."""
