@@ -9,17 +9,15 @@ reported. One thread per run.
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from comparison import draw_comparison
 from machine import machine_facts
+from training_runs import is_finished, train_all
 
 from torl_trl.records import read_rollouts
 from torl_trl.run_folder import read_metrics
@@ -35,26 +33,6 @@ MEASURED = (
     "tools/executed_code_ratio",
     "tools/accuracy_with_code",
 )
-
-
-def train(calls: int, seed: int) -> Path:
-    """Train one run, unless it is there, and return its folder."""
-    folder = RUNS / f"tiny_c{calls}_seed{seed}"
-    if is_finished(folder):
-        return folder
-    command = [sys.executable, ROOT / "recipes" / "grpo_torl.py", "--config", ROOT / "recipes" / "tiny.yaml"]
-    command += ["--max_tool_calls", str(calls), "--seed", str(seed), "--output_dir", str(folder)]
-    with (RUNS / f"{folder.name}.log").open("w") as log:
-        subprocess.run(
-            list(map(str, command)), check=True, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-    sys.stdout.write(f"finished {folder.name}\n")
-    sys.stdout.flush()
-    return folder
-
-
-def is_finished(folder: Path) -> bool:
-    return folder.exists() and any(line["split"] == "summary" for line in read_metrics(folder))
 
 
 def finished_runs() -> dict[tuple[int, int], Path]:
@@ -109,10 +87,9 @@ def main() -> None:
     parser.add_argument("--calls", type=int, nargs="+", default=[2, 1, 0])
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
     options = parser.parse_args()
-    RUNS.mkdir(parents=True, exist_ok=True)
     pairs = [(calls, seed) for calls in options.calls for seed in options.seeds]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda pair: train(*pair), pairs))
+    runs = {RUNS / f"tiny_c{calls}_seed{seed}": {"max_tool_calls": calls, "seed": seed} for calls, seed in pairs}
+    train_all(runs, options.jobs)
     folders = finished_runs()
 
     results: dict[str, float | str] = {}

@@ -51,6 +51,7 @@ def rollout(
         "reason": "equal" if correct else "different",
         "extracted": "17",
         "advantage": 0.5,
+        "dropped": None,
         "stop_reason": "eos",
         "sentinels": [],
         "engine": "scripted",
