@@ -52,8 +52,8 @@ from transformers import (
 )
 
 from torl_grading import Grader
+from torl_interpreters.base import Interpreter
 from torl_trl import AccuracyReward, ToRLConfig, ToRLTrainer, get_interpreter
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.run_folder import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "gpu_step.json"

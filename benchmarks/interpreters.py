@@ -25,9 +25,9 @@ from pathlib import Path
 
 from machine import machine_facts
 
+from torl_interpreters.tiers import SANDBOX, package_folders
 from torl_trl.errors import UserError
 from torl_trl.interpreters import EmbeddedInterpreter, Interpreter, InterpreterUnavailable, get_interpreter
-from torl_trl.interpreters.tiers import SANDBOX, package_folders
 
 RESULTS = Path(__file__).parent / "results" / "interpreters.json"
 CORES = len(os.sched_getaffinity(0))

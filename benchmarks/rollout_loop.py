@@ -18,8 +18,8 @@ from pathlib import Path
 from rollout_costs import FAST, Workload
 from rollout_workload import FakeTokenizer, Script, workload
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.engines.base import FinishedTurn, FinishReason, Tokenizer, TurnRequest
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.rollout import RolloutConfig, run_rollouts
 
 TINY = Path(__file__).parent.parent / "recipes" / "tiny" / "base"

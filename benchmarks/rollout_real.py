@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torl_interpreters.base import ExecutionResult, Interpreter
 from torl_trl.data import read_rows
 from torl_trl.engines.base import FinishedTurn, FinishReason, Sampling, TurnRequest
 from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine, keep_plain_weights
 from torl_trl.interpreters import get_interpreter
-from torl_trl.interpreters.base import ExecutionResult, Interpreter
 from torl_trl.progress import RolloutStats
 from torl_trl.prompts import load_template, render_prompt
 from torl_trl.rollout import Rollout, RolloutConfig, run_rollouts

@@ -22,8 +22,8 @@ from rollout_costs import EngineCosts
 from rollout_workload import FakeTokenizer, Script
 
 import torl_trl.rollout as rollout_module
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.engines.base import FinishedTurn, FinishReason, TurnRequest
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.progress import RolloutStats
 from torl_trl.rollout import Rollout, RolloutConfig, run_rollouts
 

@@ -45,10 +45,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.kernels import chunked_logprob
 
 from torl_grading import Grader
+from torl_interpreters.base import Interpreter
 from torl_trl import AccuracyReward, ToRLConfig, ToRLTrainer, get_interpreter, run_rollouts
 from torl_trl.engines.base import Sampling
 from torl_trl.engines.transformers import TransformersEngine
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.rollout import Rollout, RolloutConfig
 

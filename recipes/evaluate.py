@@ -36,7 +36,6 @@ from torl_eval.tables import console_table, markdown_section
 from torl_grading import Grader
 from torl_report.page import PAGE_NAME, build_page
 from torl_trl.command_line import CommandParser, run_main
-from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.errors import UserError
 from torl_trl.interpreters import get_interpreter
 from torl_trl.models import load_tokenizer
@@ -44,6 +43,7 @@ from torl_trl.prompts import shorten
 from torl_trl.records import write_rollouts
 from torl_trl.rollout import RolloutConfig
 from torl_trl.run_folder import plain_options, write_atomically
+from torl_trl.shares import interpreter_options_of_rank, share_of_rank
 
 logger = logging.getLogger("torl_trl.evaluate")
 

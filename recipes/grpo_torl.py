@@ -21,20 +21,22 @@ from torl_doctor.preflight import preflight
 from torl_doctor.stand_ins import stand_in
 from torl_eval.benchmarks import benchmark_names, evaluation_dataset, load_benchmark
 from torl_grading import Grader
+from torl_guards.alarms import add_alarms
+from torl_guards.beats import watched
 from torl_report.card import write_card
 from torl_report.curves import draw_curves
 from torl_report.page import build_page
 from torl_report.tracking import RolloutTables, hide_secrets, log_report
-from torl_trl import AccuracyReward, ExecutabilityPenalty, ToRLTrainer, get_interpreter
+from torl_trl import AccuracyReward, ExecutabilityPenalty, OverlongPenalty, ToRLTrainer, get_interpreter
 from torl_trl.batch import DERIVED
 from torl_trl.command_line import parse_arguments, run_main
-from torl_trl.config import interpreter_options_of_rank, share_of_rank
 from torl_trl.data import load_problems, on_main_process
 from torl_trl.hub import open_repo
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.models import load_model, load_tokenizer
 from torl_trl.prompts import load_template
 from torl_trl.run_folder import write_config
+from torl_trl.shares import interpreter_options_of_rank, share_of_rank
 
 
 def main() -> None:
@@ -97,6 +99,8 @@ def main() -> None:
         reward_funcs = [AccuracyReward(grader, grade_text=args.grade_text)]
         if args.executability_penalty:
             reward_funcs.append(ExecutabilityPenalty(scope=args.penalty_scope))
+        if args.overlong_penalty_tokens:
+            reward_funcs.append(OverlongPenalty(args.overlong_penalty_tokens, args.max_completion_length))
 
         trackers = [RolloutTables(run_folder)] if "wandb" in args.report_to else []
         preflight(script_args, args, model_args)
@@ -115,8 +119,10 @@ def main() -> None:
             model_card=partial(write_card, run_folder),
         )
         remove_bars(trainer)
+        add_alarms(trainer)
 
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        with watched(trainer, interpreter):
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 
         if trainer.is_world_process_zero():
             draw_curves(run_folder)

@@ -10,8 +10,8 @@ from scripted_engine import ScriptedEngine
 from toys import FakeInterpreter, byte_level_tokenizer, ok
 
 from torl_grading import Grader
+from torl_interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_report.behaviours import BEHAVIOURS, LABELS, find_labels
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.records import read_rollouts, rollout_row, write_rollouts
 from torl_trl.rollout import RolloutConfig, run_rollouts
 

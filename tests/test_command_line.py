@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torl_trl.command_line import parse_arguments, run_main
+from torl_trl.command_line import PACKAGES, parse_arguments, run_main
 from torl_trl.errors import UserError
 from torl_trl.prompts import load_template
 from torl_trl.run_folder import write_config
@@ -131,6 +131,10 @@ def test_a_yaml_that_is_no_mapping_is_refused(tmp_path):
     path.write_text("- 1\n")
     with pytest.raises(UserError, match="holds a list"):
         parse_arguments(["--config", str(path)], RECIPES)
+
+
+def test_a_user_sees_the_log_of_every_package():
+    assert {path.parent.name for path in Path(__file__).parents[1].glob("torl_*/__init__.py")} == set(PACKAGES)
 
 
 def test_a_user_error_ends_the_script_with_its_sentence_alone(capsys):

@@ -6,8 +6,9 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig
 
-from torl_trl.config import REFUSED, ToRLConfig, interpreter_options_of_rank, share_of_rank
+from torl_trl.config import REFUSED, ToRLConfig
 from torl_trl.errors import UserError
+from torl_trl.shares import interpreter_options_of_rank, share_of_rank
 
 HONOURED = {
     # by the engines

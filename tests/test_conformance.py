@@ -13,8 +13,8 @@ import pytest
 from stand_in_e2b import E2BStandIn
 from stand_in_sandbox_fusion import SandboxFusionStandIn
 
+from torl_interpreters.embedded import EmbeddedInterpreter
 from torl_trl.interpreters import ExecutionStatus, Interpreter, InterpreterUnavailable, get_interpreter
-from torl_trl.interpreters.embedded import EmbeddedInterpreter
 from torl_trl.prompts import NO_OUTPUT, format_observation
 
 MAX_CHARS = 256

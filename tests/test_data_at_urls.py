@@ -12,10 +12,10 @@ import pytest
 
 from torl_grading import Grader
 from torl_trl import data
-from torl_trl.config import ToRLScriptArguments
 from torl_trl.data import DataError, load_problems, read_rows
 from torl_trl.errors import UserError
 from torl_trl.prompts import TORL_TEMPLATE
+from torl_trl.script_arguments import ToRLScriptArguments
 
 ROWS = [{"problem": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(3)]
 

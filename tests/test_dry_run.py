@@ -22,10 +22,11 @@ from torl_doctor import stand_ins
 from torl_doctor.dry_run import dry_options, prepare
 from torl_doctor.stand_ins import shrunk, stand_in
 from torl_trl.command_line import parse_arguments
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
 from torl_trl.data import DataError
 from torl_trl.errors import UserError
 from torl_trl.records import read_rollouts
+from torl_trl.script_arguments import ToRLScriptArguments
 
 RECIPES = ROOT / "recipes"
 TINY = RECIPES / "tiny"
@@ -36,6 +37,7 @@ DEFAULTS = {
     **dict.fromkeys(("output_dir", "prompts_per_step", "gradient_accumulation_steps", "hub_model_id", "deepspeed")),
     **dict.fromkeys(("steps_per_generation", "generation_batch_size", "max_train_problems", "max_eval_problems")),
     **dict.fromkeys(("use_vllm", "vllm_enable_sleep_mode", "fp16", "push_to_hub"), False),
+    **dict.fromkeys(("drop_void_turns", "drop_dead_groups", "mask_truncated_completions"), False),
     **{"num_generations": 16, "per_device_train_batch_size": 16, "max_completion_length": 3072},
     "vllm_mode": "colocate",
 }
@@ -65,6 +67,13 @@ def test_a_laptop_leaves_out_what_it_lacks_and_says_each():
     assert options["use_vllm"] == options["vllm_enable_sleep_mode"] == "false"
     assert (options["deepspeed"], options["dtype"], options["use_cpu"]) == ("", "float32", "true")
     assert [line.partition(",")[0] for line in left_out] == ["vLLM", "vLLM's sleep mode", "DeepSpeed"]
+
+
+def test_filters_are_left_out_since_a_random_model_would_train_nothing():
+    options, left_out = dry_options(recipe("qwen7b_plus.yaml"), **CLUSTER)
+    filters = ("drop_void_turns", "drop_dead_groups", "mask_truncated_completions", "refill_limit")
+    assert [options[name] for name in filters] == ["false"] * 3 + [0]
+    assert left_out == ["the filters, which would leave out all that a random model writes"]
 
 
 def test_servers_are_left_alone_since_they_hold_the_real_model():

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from stand_in_e2b import FAULTS, E2BStandIn
 
+from torl_interpreters import e2b, remote
+from torl_interpreters.base import ENVIRONMENT
 from torl_trl.errors import UserError
 from torl_trl.interpreters import (
     ExecutionResult,
@@ -24,11 +26,8 @@ from torl_trl.interpreters import (
     InterpreterClosed,
     InterpreterError,
     InterpreterUnavailable,
-    e2b,
     get_interpreter,
-    remote,
 )
-from torl_trl.interpreters.base import ENVIRONMENT
 
 pytest.importorskip("e2b_code_interpreter", reason="needs E2B's SDK")
 
@@ -420,7 +419,8 @@ def test_a_kill_that_fails_is_tried_again(serve):
 def test_the_end_of_python_kills_the_sandboxes(serve, end):
     stand_in = serve()
     code = f"""
-from torl_trl.interpreters import e2b, get_interpreter
+from torl_interpreters import e2b
+from torl_trl.interpreters import get_interpreter
 e2b._start_text = lambda limits: "raise RuntimeError('takes long')"
 interpreter = get_interpreter("e2b", sandboxes=1)
 print(interpreter.submit("print(6 * 7)").result().stdout)

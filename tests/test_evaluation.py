@@ -13,9 +13,9 @@ from torl_eval.parts import Parts
 from torl_eval.prompting import prompt_ids, prompt_text
 from torl_eval.results import summarize
 from torl_grading import Grader
+from torl_interpreters.base import InterpreterUnavailable
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import InterpreterUnavailable
 from torl_trl.rollout import RolloutConfig
 
 PROTOCOL = Protocol(samples=3, temperature=1.0, seed=5, rollout=RolloutConfig(1, 24))

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from torl_interpreters.tiers import Tier, candidates
 from torl_trl.interpreters import EmbeddedInterpreter, ExecutionResult, ExecutionStatus, InterpreterUnavailable
-from torl_trl.interpreters.tiers import Tier, candidates
 
 sys.path.insert(0, os.path.dirname(__file__))
 from hostile import FAST, HOSTILE, PRELUDE, Hostile

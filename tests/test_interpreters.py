@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from torl_interpreters.tiers import Tier
 from torl_trl.errors import UserError
 from torl_trl.interpreters import (
     EmbeddedInterpreter,
@@ -24,7 +25,6 @@ from torl_trl.interpreters import (
     InterpreterUnavailable,
     get_interpreter,
 )
-from torl_trl.interpreters.tiers import Tier
 
 TIERS = ["root", "user", "none", "plain"]
 TIMEOUT = 1.0

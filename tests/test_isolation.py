@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from torl_interpreters import tiers
+from torl_interpreters.server import ServerDied, ServerProcess
+from torl_interpreters.tiers import Tier, candidates
 from torl_trl.errors import UserError
-from torl_trl.interpreters import EmbeddedInterpreter, ExecutionStatus, InterpreterUnavailable, get_interpreter, tiers
-from torl_trl.interpreters.server import ServerDied, ServerProcess
-from torl_trl.interpreters.tiers import Tier, candidates
+from torl_trl.interpreters import EmbeddedInterpreter, ExecutionStatus, InterpreterUnavailable, get_interpreter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server is for Linux")
 SERVER_TIERS = [tier for tier in ("root", "user", "none") if tier in candidates()]
@@ -84,7 +85,7 @@ def test_strict_goes_down_to_the_named_tier(no_bubblewrap: None) -> None:
 
 def test_a_tier_whose_programs_reach_our_files_fails_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a kernel that accepts a protection and does not keep it."""
-    monkeypatch.setattr("torl_trl.interpreters.tiers.SYSTEM_PATHS", ("/",))
+    monkeypatch.setattr("torl_interpreters.tiers.SYSTEM_PATHS", ("/",))
     with pytest.raises(InterpreterUnavailable, match=r"a program can .*'read a file of ours'"):
         EmbeddedInterpreter(slots=1, isolation="none")
 

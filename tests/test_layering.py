@@ -14,21 +14,25 @@ PACKAGE = Path(torl_trl.__file__).parent
 PACKAGES = {
     "torl_trl": 6000,
     "torl_grading": 1000,
+    "torl_interpreters": 1500,
     "torl_sandbox": 1000,
     "torl_data": 1500,
     "torl_eval": 1500,
     "torl_report": 2000,
     "torl_doctor": 1500,
+    "torl_guards": 600,
 }
 """Each with the lines that it may have."""
 MAY_IMPORT = {
-    "torl_trl": {"torl_grading", "torl_sandbox"},
+    "torl_trl": {"torl_grading", "torl_interpreters"},
     "torl_grading": set(),
-    "torl_sandbox": {"torl_trl"},  # kernel.py, of whose text E2B gets a copy
-    "torl_data": {"torl_trl", "torl_grading", "torl_eval", "torl_report"},
-    "torl_eval": {"torl_trl", "torl_grading"},
-    "torl_report": {"torl_trl", "torl_grading", "torl_eval"},
-    "torl_doctor": {"torl_trl", "torl_grading", "torl_eval"},
+    "torl_interpreters": {"torl_sandbox"},
+    "torl_sandbox": {"torl_interpreters"},  # kernel.py, of whose text E2B gets a copy
+    "torl_data": {"torl_trl", "torl_interpreters", "torl_grading", "torl_eval", "torl_report"},
+    "torl_eval": {"torl_trl", "torl_interpreters", "torl_grading"},
+    "torl_report": {"torl_trl", "torl_interpreters", "torl_grading", "torl_eval"},
+    "torl_doctor": {"torl_trl", "torl_interpreters", "torl_grading", "torl_eval"},
+    "torl_guards": {"torl_trl", "torl_interpreters"},
 }
 """Arrows between the packages; recipes import any, none imports recipes."""
 
@@ -106,4 +110,6 @@ def test_what_runs_beside_hostile_programs_needs_the_standard_library_only():
     for path in sandbox.glob("*.py"):
         roots = imported_roots(path) - own - set(sys.stdlib_module_names)
         # kernel.py starts our fork server in E2B, from the text of these packages
-        assert roots <= ({"torl_trl", "torl_sandbox"} if path.name == "kernel.py" else {"numpy", "sympy", "scipy"})
+        assert roots <= (
+            {"torl_interpreters", "torl_sandbox"} if path.name == "kernel.py" else {"numpy", "sympy", "scipy"}
+        )

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl import prompts
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.metrics import (
     CALL_STATUSES,
     METRIC_NAMES,

@@ -66,5 +66,6 @@ def test_shares_and_speeds_add_up_over_ranks():
             "rollout/engine_idle_share": 0.3,
             "rollout/tool_wait_share": 0.05,
             "rollout/prefill_recomputed_tokens": 1.0,
+            "rollout/resampled": 0.0,
         }
     )

@@ -131,6 +131,16 @@ def test_an_ablation_changes_only_what_it_is_about(name, changed):
     assert differing == changed | {"output_dir"}
 
 
+@pytest.mark.parametrize("base", ["qwen1.5b", "qwen7b"])
+def test_a_plus_run_is_the_paper_s_run_with_the_switches_on(base):
+    paper, plus = values(f"{base}.yaml"), values(f"{base}_plus.yaml")
+    switches = {"drop_void_turns", "drop_dead_groups", "refill_limit", "mask_truncated_completions", "scale_rewards"}
+    switches |= {"resample_failures", "stop_at_grad_norm", "hang_timeout", "max_tool_calls", "output_dir"}
+    correction = {f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max")}
+    assert {key for key in paper.keys() | plus.keys() if paper.get(key) != plus.get(key)} == switches | correction
+    assert not switches & {"drop_void_turns", "drop_dead_groups"} & paper.keys()
+
+
 def test_the_multi_node_run_is_the_7b_run_with_servers():
     base, nodes = values("qwen7b.yaml"), values("qwen7b_multinode.yaml")
     differing = {key for key in base.keys() | nodes.keys() if base.get(key) != nodes.get(key)}

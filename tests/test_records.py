@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.records import SCHEMA, read_rollouts, rollout_row, rollouts_path, segment_texts, write_rollouts
 from torl_trl.rollout import Rollout, Segment, StopReason, ToolCall
 
@@ -24,6 +24,7 @@ FACTS = {
     "reward": 0.5,
     "rewards": {"accuracy": 1.0, "executability": -0.5},
     "advantage": 0.25,
+    "dropped": "void_turn",
     "engine": "scripted",
     "seed": 42,
     "full": True,

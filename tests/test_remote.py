@@ -9,6 +9,7 @@ import zlib
 
 import pytest
 
+from torl_interpreters.remote import Doubtful, Refused, RemoteInterpreter, TooMany, unwrap, wrap
 from torl_trl.interpreters import (
     ExecutionResult,
     ExecutionStatus,
@@ -16,7 +17,6 @@ from torl_trl.interpreters import (
     InterpreterError,
     InterpreterUnavailable,
 )
-from torl_trl.interpreters.remote import Doubtful, Refused, RemoteInterpreter, TooMany, unwrap, wrap
 
 LIMITS = {"timeout_seconds": 5, "max_output_chars": 1000, "rlimits": {"RLIMIT_CORE": 0}}
 FIELDS = {"status": "ok", "stdout": "1\n", "stderr": "", "seconds": 0.5, "truncated": False}
@@ -127,7 +127,7 @@ def test_each_kind_of_failure_is_tried_again_as_often_as_it_makes_sense(troubles
 
 def test_too_many_requests_are_waited_out_but_not_for_ever(monkeypatch):
     monkeypatch.setattr(TooMany, "retries", 9)
-    monkeypatch.setattr("torl_trl.interpreters.remote._LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("torl_interpreters.remote._LONGEST_PAUSE_SECONDS", 0.001)
     assert outcome(*[BUSY] * 9) == ("ok", 10)
     assert outcome(*[BUSY] * 11) == (TooMany, 10)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from torl_grading import Grader
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.rewards import AccuracyReward, ExecutabilityPenalty
 from torl_trl.rollout import Rollout, Segment, StopReason, ToolCall
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from scripted_engine import ScriptedEngine
 from toys import FakeInterpreter, byte_level_tokenizer, metaspace_tokenizer, ok
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl import prompts
 from torl_trl.engines.base import FinishedTurn, FinishReason
 from torl_trl.interpreters import get_interpreter
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.invariants import RolloutInvariantError
 from torl_trl.progress import RolloutStats
 from torl_trl.rollout import RolloutConfig, StopReason, run_rollouts

@@ -18,6 +18,7 @@ from stand_in_sandbox_fusion import TROUBLE, Body, SandboxFusionStandIn, answer_
 from test_trainer import RIGHT, SILENT, WRONG, make_trainer, scored_batch
 
 from torl_grading import Grader
+from torl_interpreters.sandbox_fusion import URL_VARIABLE
 from torl_trl.errors import UserError
 from torl_trl.interpreters import (
     ExecutionResult,
@@ -29,7 +30,6 @@ from torl_trl.interpreters import (
     SandboxFusionInterpreter,
     get_interpreter,
 )
-from torl_trl.interpreters.sandbox_fusion import URL_VARIABLE
 from torl_trl.rollout import Rollout
 
 ROOT = Path(__file__).parent.parent

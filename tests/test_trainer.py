@@ -13,9 +13,9 @@ from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
 from trl import GRPOTrainer
 
 from torl_grading import Grader
+from torl_interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl import AccuracyReward, ExecutabilityPenalty, Rollout, ToRLConfig, ToRLTrainer
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.padding import without_padding
 from torl_trl.records import read_rollouts
@@ -27,6 +27,7 @@ SILENT = "I guess \\boxed{41}."
 BROKEN = CALL.format("boom") + "So \\boxed{0}."
 TEXTS = [RIGHT, WRONG, SILENT, BROKEN]
 LOSS_TYPES = ["grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"]
+NEEDED = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
 
 
 @pytest.fixture(scope="module")
@@ -151,10 +152,7 @@ def test_a_half_precision_copy_generates_with_the_present_weights(tmp_path, grad
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_inserted_tokens_get_exactly_no_gradient_and_their_logprobs_do_not_matter(loss_type, tmp_path, grader):
-    options = {"epsilon_high": 5.0} if loss_type in ("cispo",) else {}
-    if loss_type == "luspo":
-        options = {"importance_sampling_level": "sequence"}
-    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, **options)
+    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, **NEEDED.get(loss_type, {}))
     _, batch = scored_batch(trainer)
     trainer.current_gradient_accumulation_steps = 1
     batch = {key: value for key, value in batch.items() if value is not None}
@@ -194,8 +192,7 @@ def test_inserted_tokens_get_exactly_no_gradient_and_their_logprobs_do_not_matte
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_the_loss_of_a_micro_batch_is_the_same_without_its_padding(loss_type, tmp_path, grader):
-    options = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
-    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, num_iterations=2, **options)
+    trainer = make_trainer(tmp_path, grader, loss_type=loss_type, num_iterations=2, **NEEDED.get(loss_type, {}))
     _, batch = scored_batch(trainer)
     trainer.current_gradient_accumulation_steps = 1
     rows = [1, 2, 6]  # none of them is the longest
@@ -329,6 +326,23 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(resumed_at, tmp_
     resumed = run(broken, 8, str(broken / f"checkpoint-{resumed_at}"))
     assert problems(whole) == problems(broken)
     assert torch.equal(weights, resumed)
+
+
+@pytest.mark.parametrize("steps", [2, 4])  # inside an epoch of 4 steps, and at its end
+def test_a_finished_run_that_is_started_again_trains_no_step_more(steps, tmp_path, grader):
+    options = {"trainer_class": ToRLTrainer, "max_completion_length": 12, "max_steps": steps}
+    options |= {"interpreter": FakeInterpreter(lambda code: ok("1"))}
+    options |= {"save_strategy": "steps", "save_steps": 1}
+    finished = make_trainer(tmp_path, grader, **options)
+    finished.train()
+    again = make_trainer(tmp_path, grader, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    assert again.state.global_step == steps
+    pairs = zip(finished.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["split"] == "train"] == list(range(1, steps + 1))
+    assert not (tmp_path / f"checkpoint-{steps + 1}").exists()
 
 
 def test_eval_reward_weighs_every_completion_the_same(tmp_path, grader):

@@ -10,11 +10,11 @@ import torch
 from toys import FakeInterpreter, ok
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.data import read_rows
 from torl_trl.engines.base import EngineError, Sampling, TurnRequest
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.interpreters import get_interpreter
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterUnavailable
 from torl_trl.progress import RolloutStats
 from torl_trl.prompts import load_template, render_prompt
 from torl_trl.rollout import Rollout, RolloutConfig, StopReason, run_rollouts

@@ -14,11 +14,11 @@ import pytest
 from toys import FakeInterpreter, ok
 from vllm_server_process import vllm_server
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl import prompts
 from torl_trl.engines import vllm_server as engine_module
 from torl_trl.engines.base import EngineError, FinishedTurn, FinishReason, Sampling, TurnRequest
 from torl_trl.engines.vllm_server import VLLMServerEngine, check_server
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.rollout import Rollout, RolloutConfig, run_rollouts
 
 SAMPLED = Sampling()

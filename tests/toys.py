@@ -8,7 +8,7 @@ from functools import cache
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 
 EOS = "<|endoftext|>"
 CORPUS = [

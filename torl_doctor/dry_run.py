@@ -20,7 +20,8 @@ from trl import ModelConfig
 
 from torl_trl.batch import accumulation_steps
 from torl_trl.command_line import RecipeParser, check_keys, find_config, split_equals
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
+from torl_trl.script_arguments import ToRLScriptArguments
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,10 @@ def dry_options(
         leave_out("use_vllm", "false", "vLLM, which is not installed: the model itself generates")
     elif given["use_vllm"] and given["vllm_mode"] == "server":
         leave_out("vllm_mode", "colocate", "vLLM servers, which hold the real model: vLLM runs in this process")
+    filters = ("drop_void_turns", "drop_dead_groups", "mask_truncated_completions")
+    if any(given[name] for name in filters):
+        options |= dict.fromkeys(filters[1:], "false") | {"refill_limit": 0}
+        leave_out(filters[0], "false", "the filters, which would leave out all that a random model writes")
     for name, what in (("vllm_enable_sleep_mode", "vLLM's sleep mode"), ("fp16", "fp16")):
         if given[name] and not gpu:
             leave_out(name, "false", f"{what}, which needs a GPU")

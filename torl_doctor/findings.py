@@ -11,10 +11,11 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from trl import ModelConfig
 
 from torl_doctor.memory import MemoryEstimate
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_interpreters.base import InterpreterError
+from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import InterpreterError
+from torl_trl.script_arguments import ToRLScriptArguments
 
 Level = Literal["ok", "warning", "error"]
 OFFLINE = (httpx.TransportError, ConnectionError, LocalEntryNotFoundError)

@@ -8,8 +8,9 @@ from trl import ModelConfig
 
 from torl_doctor import machine
 from torl_doctor.findings import Run, examine
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
 from torl_trl.models import load_config
+from torl_trl.script_arguments import ToRLScriptArguments
 
 logger = logging.getLogger("torl_trl.preflight")
 

@@ -7,12 +7,12 @@ from huggingface_hub import HfApi, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from torl_doctor.findings import Finding, Run
+from torl_interpreters.base import ExecutionStatus
+from torl_interpreters.e2b import PLAN_CREATIONS_PER_SECOND
 from torl_trl.data import first_line
 from torl_trl.engines.vllm_server import check_server
 from torl_trl.hub import hub_client
 from torl_trl.interpreters import Interpreter, get_interpreter
-from torl_trl.interpreters.base import ExecutionStatus
-from torl_trl.interpreters.e2b import PLAN_CREATIONS_PER_SECOND
 
 TIMEOUT_SECONDS = 2.0  # of the programs here
 ANSWER_SECONDS = 90.0  # for a call, with what a service may take to start
@@ -67,7 +67,7 @@ def _capacity(run: Run, opened: Interpreter) -> Finding:
     for future in [opened.submit(ORDINARY) for _ in range(count)]:
         future.result(ANSWER_SECONDS)
     rate = count / (time.perf_counter() - started)
-    calls = args.generation_batch_size * args.max_tool_calls
+    calls = int(args.generation_batch_size * args.max_tool_calls * (1 + args.refill_limit))
     seconds = calls / rate
     text = f"at most {calls} calls a step, {slots} at a time, {rate:.0f} a second here: {seconds:.0f} s a step"
     remedy = "raise slots where there are cores for them, or add servers"

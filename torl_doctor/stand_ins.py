@@ -10,11 +10,13 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from trl import ModelConfig
 
-from torl_trl.config import ToRLConfig, ToRLScriptArguments, interpreter_options_of_rank
+from torl_trl.config import ToRLConfig
 from torl_trl.data import on_main_process, read_file, read_rows
 from torl_trl.errors import UserError
 from torl_trl.interpreters import InterpreterError, get_interpreter
 from torl_trl.models import load_tokenizer, one_sentence
+from torl_trl.script_arguments import ToRLScriptArguments
+from torl_trl.shares import interpreter_options_of_rank
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from torl_eval.parts import Key, Parts
 from torl_grading import Grader, Verdict
+from torl_interpreters.base import Interpreter
 from torl_trl.engines.base import Engine, Sampling, Tokenizer
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import rollout_metrics
 from torl_trl.progress import ProgressBar, RolloutStats
 from torl_trl.records import rollout_row

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 from tqdm import tqdm
 
 from torl_grading import Grader
+from torl_interpreters.base import ExecutionResult, Interpreter, InterpreterError
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
 from torl_trl.prompts import format_observation, shorten
 from torl_trl.records import read_rollouts, segment_texts
 from torl_trl.rewards import AccuracyReward, GradeText

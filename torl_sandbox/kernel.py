@@ -12,7 +12,7 @@ def start(files, limits):
     global server, print_fields
     if server is not None:
         server.close()
-    for name in [name for name in sys.modules if name.split(".")[0] in ("torl_trl", "torl_sandbox")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("torl_interpreters", "torl_sandbox")]:
         del sys.modules[name]
     with tempfile.TemporaryDirectory(prefix="torl-") as folder:
         for path, text in files.items():
@@ -21,10 +21,10 @@ def start(files, limits):
                 file.write(text)
         sys.path.insert(0, folder)
         try:
+            from torl_interpreters.self_test import check
+            from torl_interpreters.server import ServerProcess
+            from torl_interpreters.tiers import Tier
             from torl_sandbox.supervise import print_fields
-            from torl_trl.interpreters.self_test import check
-            from torl_trl.interpreters.server import ServerProcess
-            from torl_trl.interpreters.tiers import Tier
         finally:
             sys.path.remove(folder)
         server = ServerProcess(Tier.NONE, 1, **limits)

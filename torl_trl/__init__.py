@@ -9,10 +9,11 @@ from typing import Any
 _HOMES = {
     "AccuracyReward": "torl_trl.rewards",
     "ExecutabilityPenalty": "torl_trl.rewards",
+    "OverlongPenalty": "torl_trl.rewards",
     "Rollout": "torl_trl.rollout",
     "RolloutConfig": "torl_trl.rollout",
     "ToRLConfig": "torl_trl.config",
-    "ToRLScriptArguments": "torl_trl.config",
+    "ToRLScriptArguments": "torl_trl.script_arguments",
     "ToRLTrainer": "torl_trl.trainer",
     "get_interpreter": "torl_trl.interpreters",
     "grade": "torl_trl.grading",

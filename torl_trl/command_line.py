@@ -15,9 +15,16 @@ import yaml
 from trl import ModelConfig, TrlParser
 
 from torl_trl.checkpoints import is_whole, last_whole_checkpoint
-from torl_trl.config import ToRLConfig, ToRLScriptArguments
+from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
+from torl_trl.script_arguments import ToRLScriptArguments
+
+PACKAGES = (
+    *("torl_trl", "torl_data", "torl_doctor", "torl_eval", "torl_grading", "torl_guards", "torl_interpreters"),
+    *("torl_report", "torl_sandbox"),
+)
+"""Whose log a user sees, from INFO on and on the main process."""
 
 logger = logging.getLogger("torl_trl.command_line")
 
@@ -78,7 +85,7 @@ def run_main(main: Callable[[], None]) -> NoReturn:
     """Run a script's `main`; a `UserError` or `EngineError` becomes its sentence on stderr and exit code 2."""
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     is_main = os.environ.get("RANK", "0") == "0"
-    for package in ("torl_trl", "torl_data", "torl_eval", "torl_report"):
+    for package in PACKAGES:
         logging.getLogger(package).setLevel(logging.INFO if is_main else logging.WARNING)
     try:
         main()

@@ -9,14 +9,15 @@ import json
 import logging
 import os
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_deepspeed_available, parse_flag_from_env
-from trl import GRPOConfig, ScriptArguments
+from trl import GRPOConfig
 
 from torl_trl.batch import derive_batch
 from torl_trl.errors import UserError
+from torl_trl.filters import Filters
+from torl_trl.loss_options import check_filters, check_loss_options
 from torl_trl.rollout import RolloutConfig
 from torl_trl.run_folder import plain_options
 
@@ -103,12 +104,49 @@ class ToRLConfig(GRPOConfig):
             "choices": ["failed_code", "no_pass"],
         },
     )
+    drop_void_turns: bool = field(
+        default=False,
+        metadata={"help": "Leave rollouts out in which a turn has neither a complete code block nor a boxed answer."},
+    )
+    drop_dead_groups: bool = field(
+        default=False, metadata={"help": "Leave groups out in which nobody has an advantage and trains."}
+    )
+    accuracy_band: list[float] | None = field(
+        default=None,
+        metadata={"help": "Leave groups out whose share of right answers is outside of these two, such as 0.1 0.9."},
+    )
+    refill_limit: float = field(
+        default=0.0,
+        metadata={"help": "Replace groups that are left out: sample up to that many times the step's prompts more."},
+    )
+    overlong_penalty_tokens: int = field(
+        default=0,
+        metadata={"help": "Over these last tokens of the budget the reward falls by up to 1. 0: never."},
+    )
+    resample_failures: int = field(
+        default=0, metadata={"help": "How often a rollout whose interpreter failed is sampled again in its step."}
+    )
     eval_temperature: float = field(default=0.0, metadata={"help": "Temperature in evaluation. Paper: 0, greedy."})
     generation_dtype: str | None = field(
         default=None,
         metadata={
             "help": "Generate with a copy of the weights in this dtype, refreshed every step (transformers engine).",
             "choices": ["bfloat16", "float16"],
+        },
+    )
+    stop_at_grad_norm: float | None = field(
+        default=None,
+        metadata={
+            "help": "Stop before an update whose gradient norm, before clipping, is above this. One that is no finite "
+            "number always stops the run."
+        },
+    )
+    hang_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "End the run, with all stacks in `output_dir`/hang_rank*.txt, after that many seconds without any "
+            "movement. Must be longer than the longest stretch that is silent: a round of the transformers engine, "
+            "the grading of a step, a micro-batch, a save."
         },
     )
     save_rollouts_every: int = field(
@@ -130,6 +168,8 @@ class ToRLConfig(GRPOConfig):
         self._check_choices()
         self._check_refused()
         self._check_ranges()
+        check_loss_options(self)
+        check_filters(self)
         if self.use_vllm:
             self._check_vllm()
 
@@ -154,6 +194,15 @@ class ToRLConfig(GRPOConfig):
             max_observation_chars=self.max_observation_chars,
             tool_trigger=self.tool_trigger,
             interpreter_retries=self.interpreter_retries,
+        )
+
+    def filters(self) -> Filters:
+        """Which rollouts and groups train."""
+        return Filters(
+            truncated=self.mask_truncated_completions,
+            void_turns=self.drop_void_turns,
+            dead_groups=self.drop_dead_groups,
+            accuracy_band=tuple(self.accuracy_band) if self.accuracy_band else None,
         )
 
     def _parsed_interpreter_options(self) -> dict[str, Any]:
@@ -238,11 +287,18 @@ class ToRLConfig(GRPOConfig):
             ("grading_workers", 1),
             ("eval_temperature", 0),
             ("save_rollouts_every", 1),
+            ("refill_limit", 0),
+            ("overlong_penalty_tokens", 0),
+            ("resample_failures", 0),
             ("max_completion_length", 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or value < minimum:
                 raise UserError(f"{name} is {value!r}: give a number of at least {minimum}.")
+        for name in ("stop_at_grad_norm", "hang_timeout"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name} is {value!r}: give a number above 0, or remove it.")
         if self.temperature <= 0:
             raise UserError(f"temperature is {self.temperature!r}: training samples, give a value above 0.")
         cycle = self.steps_per_generation * self.num_iterations
@@ -252,71 +308,3 @@ class ToRLConfig(GRPOConfig):
                 f"save_steps is {self.save_steps}, which cuts a generation cycle of {cycle} micro-steps, so that a "
                 f"resumed run would differ: make save_steps x gradient_accumulation_steps a multiple of {cycle}."
             )
-
-
-@dataclass
-class ToRLScriptArguments(ScriptArguments):
-    """Data arguments of the launch script. `dataset_name` is a Hub id or a local file or folder."""
-
-    eval_dataset_name: str | None = field(
-        default=None,
-        metadata={
-            "help": "Held-out problems: data, or benchmarks as recipes/evaluate.py takes them, separated by commas. "
-            "Without it, `dataset_test_split` of the training data."
-        },
-    )
-    problem_column: str = field(default="problem", metadata={"help": "Column with the question."})
-    answer_column: str = field(default="answer", metadata={"help": "Column with the known answer."})
-    prompt_template: str | None = field(
-        default=None, metadata={"help": "A text with one {question}, or a file with it. Default: ToRL's own."}
-    )
-    max_prompt_length: int = field(
-        default=400, metadata={"help": "Longer prompts, in tokens, are dropped. Paper: 400."}
-    )
-    max_train_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
-    max_eval_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
-    dry_run: bool = field(
-        default=False, metadata={"help": "Two steps with a tiny model of the same kind, in `output_dir`/dry_run."}
-    )
-
-    def __post_init__(self) -> None:
-        if not self.dataset_name:
-            raise UserError("dataset_name is missing: give a Hub data set id, or a JSONL, JSON, CSV or parquet file.")
-        for name in ("dataset_streaming", "ignore_bias_buffers"):
-            if getattr(self, name):
-                raise UserError(f"{name} is true, which has no effect here: remove it.")
-        for name in ("max_train_problems", "max_eval_problems", "max_prompt_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name} is {value!r}: give a number of at least 1.")
-
-    def eval_data(self) -> str:
-        """Where held-out problems come from. Raises `UserError` where it would be the training data again."""
-        if self.eval_dataset_name:
-            return self.eval_dataset_name
-        if Path(self.dataset_name).is_file() or "://" in self.dataset_name:
-            raise UserError(
-                f"There is no eval_dataset_name, and dataset_name {self.dataset_name!r} is one file, whose problems "
-                'are trained: name a file with held-out problems, or set eval_strategy to "no".'
-            )
-        return self.dataset_name
-
-
-def share_of_rank(options: dict[str, Any], *limits: str, ranks: str = "LOCAL_WORLD_SIZE") -> dict[str, Any]:
-    """Divide the options `limits`, totals for the machine, by its ranks: numbers of something to at least 1.
-
-    `ranks` is the variable that has the number of ranks: WORLD_SIZE for what all machines share.
-    """
-    count = int(os.environ.get(ranks, "1"))
-    given = {limit: options[limit] for limit in limits if options.get(limit) is not None}
-    return options | {
-        limit: total / count if limit.endswith("_per_second") else max(1, total // count)
-        for limit, total in given.items()
-    }
-
-
-def interpreter_options_of_rank(interpreter: str, options: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of the limits of a backend, which are totals for the machine, or for the remote service."""
-    if interpreter == "embedded":
-        return share_of_rank(options, "slots")
-    return share_of_rank(options, "slots", "sandboxes", "creations_per_second", ranks="WORLD_SIZE")

@@ -17,8 +17,8 @@ ratio too would lower that ratio with the interpreter's luck, for every such rol
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torl_interpreters.base import ExecutionStatus
 from torl_trl import prompts
-from torl_trl.interpreters.base import ExecutionStatus
 from torl_trl.progress import RolloutStats
 from torl_trl.rollout import Rollout, StopReason, ToolCall
 from torl_trl.sentinels import SENTINELS, find_sentinels
@@ -43,6 +43,7 @@ METRIC_NAMES: tuple[str, ...] = (
     "tools/hallucinated_output",
     "tools/interpreter_failure",
     "tools/observation_tokens",
+    "repetition",
     "tools/seconds_mean",
     "tools/queue_seconds_mean",
     *(f"{_COUNT_PREFIX}{status}" for status in CALL_STATUSES),
@@ -83,6 +84,7 @@ def stats_metrics(stats: RolloutStats) -> dict[str, Ratio]:
     `rollout/engine_idle_share`: of the phase, outside the engine: it had nothing to do or, in process, waited for us.
     `rollout/tool_wait_share`: of the life of a rollout, it waited for its calls.
     `rollout/prefill_recomputed_tokens`: per rollout, known prefix that was computed again after a call.
+    `rollout/resampled`: share of rollouts that were sampled again because their interpreter had failed.
     """
     return {
         "time/generating": Ratio(stats.generating_seconds, 1),
@@ -91,6 +93,7 @@ def stats_metrics(stats: RolloutStats) -> dict[str, Ratio]:
         "rollout/engine_idle_share": Ratio(stats.seconds - stats.generating_seconds, stats.seconds),
         "rollout/tool_wait_share": Ratio(stats.tool_seconds, stats.rollout_seconds),
         "rollout/prefill_recomputed_tokens": Ratio(stats.recomputed_tokens, stats.rollouts),
+        "rollout/resampled": Ratio(stats.resampled, stats.rollouts),
     }
 
 
@@ -111,7 +114,7 @@ def _measure(rollout: Rollout) -> dict[str, Ratio]:
     """Return what one rollout adds to each metric that it touches."""
     if rollout.stop_reason is None:
         raise ValueError(f"Rollout {rollout.index} is not finished: measure rollouts that `run_rollouts` returned.")
-    spans = [prompts.code_block_spans(text) for text in _texts_before_calls(rollout)]
+    spans = [prompts.code_block_spans(text) for text in texts_before_calls(rollout)]
     blocks = sum(len(complete) for complete, _ in spans)
     executed = [call for call in rollout.calls if call.result is not None]
     statuses = [call.status for call in rollout.calls]
@@ -141,7 +144,19 @@ def _measure(rollout: Rollout) -> dict[str, Ratio]:
         "tools/code_before_answer_ratio": Ratio(_blocks_before_answer(rollout), blocks),
         "tools/call_frequency": Ratio(len(executed), 1),
         "tools/observation_tokens": Ratio(rollout.env_mask.count(0), 1),
+        "repetition": Ratio(ends_in_a_loop(rollout.model_texts[-1] if rollout.model_texts else ""), 1),
     }
+
+
+def ends_in_a_loop(text: str) -> bool:
+    """Whether the text ends with the same piece of up to 256 characters four times in a row, 65 characters or more.
+
+    The last piece may be cut off. What repeats with small changes, such as a counter, is not seen.
+    """
+    tail = text.rstrip()[-1024:]
+    before = tail.rfind(tail[-64:], 0, -1)  # where the last 64 characters stood once more
+    period = len(tail) - 64 - before
+    return before >= 0 and 0 < 4 * period <= len(tail) and tail[-4 * period : -period] == tail[-3 * period :]
 
 
 def _passed(executed: Iterable[ToolCall]) -> Ratio:
@@ -149,7 +164,7 @@ def _passed(executed: Iterable[ToolCall]) -> Ratio:
     return Ratio(statuses.count("ok"), len(statuses))
 
 
-def _texts_before_calls(rollout: Rollout) -> list[str]:
+def texts_before_calls(rollout: Rollout) -> list[str]:
     """Return the model's text, a string per turn, without the marker that asked for a call.
 
     Where the block before it is still open, the marker at the start of a line would pass for its closing fence, and
@@ -166,7 +181,7 @@ def _texts_before_calls(rollout: Rollout) -> list[str]:
 def _blocks_before_answer(rollout: Rollout) -> int:
     r"""Count the blocks written before the first `\boxed{` outside of code; all of them when there is none."""
     before = 0
-    for text in _texts_before_calls(rollout):
+    for text in texts_before_calls(rollout):
         spans, prose_end = prompts.code_block_spans(text)
         position = 0
         for start, end in spans:

@@ -14,6 +14,8 @@ class RolloutStats:
 
     rollouts: int = 0
     done: int = 0
+    resampled: int = 0
+    """Rollouts sampled again because their interpreter had failed."""
     generating: int = 0
     """Requests in the engine now."""
     executing: int = 0

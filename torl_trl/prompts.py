@@ -15,8 +15,8 @@ import textwrap
 from pathlib import Path
 from typing import Literal
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl.errors import UserError
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 
 TORL_TEMPLATE = (
     "A conversation between User and Assistant. The user asks a question, and the Assistant solves it.\n"

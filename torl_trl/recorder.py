@@ -1,5 +1,6 @@
 """What a run writes down of its rollouts: metrics added up over ranks and steps, and a parquet file for each step."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from torl_trl.config import ToRLConfig
+from torl_trl.filters import Sample, total_reward
 from torl_trl.metrics import Ratio, metric_values, rollout_metrics
 from torl_trl.records import rollout_row, rollouts_path, write_rollouts
 from torl_trl.rollout import Rollout
@@ -38,61 +40,58 @@ class Recorder:
         mode: str,
         step: int,
         epoch: float,
-        inputs: Sequence[dict[str, Any]],
+        samples: Sequence[Sample],
+        left_out: Sequence[Sample] = (),
         *,
         limit: int | None,
         group_size: int,
-        advantages: torch.Tensor,
-        rewards: torch.Tensor,
-        reward_weights: torch.Tensor,
-        reward_names: Sequence[str],
+        weights: Mapping[str, float],
         extra: Mapping[str, Ratio],
     ) -> dict[str, Ratio]:
         """Add up the metrics of a generation batch over ranks (a collective call) and keep its rows.
 
-        `inputs` are this rank's dataset rows with their `rollouts`, `advantages` (rows of this rank), `rewards` (rows
-        of all ranks, reward functions; NaN is None). Rollouts from place `limit` of an evaluation on are repeats with
-        which accelerate fills its last batch. Returns this batch's metrics over all ranks.
+        `samples` are this rank's, as many as every rank has; `left_out` were sampled beyond them, and are measured
+        and kept like them, for the filters chose by reward. `weights` are those of the reward functions, by name.
+        Rollouts from place `limit` of an evaluation on are repeats with which accelerate fills its last batch.
+        Returns this batch's metrics over all ranks.
         """
-        count, rank = len(inputs), self._accelerator.process_index
-        first = self.first_place(mode, step, count)
-        self._completions += self._accelerator.num_processes * count
-        if limit is not None:
-            inputs = inputs[: max(0, limit - first)]
-        rollouts: list[Rollout] = [row["rollouts"] for row in inputs]
-        local = rewards[rank * count : rank * count + len(inputs)]
-        unscorable = local.isnan().all(dim=1)
-        totals = (local * reward_weights.to(local.device)).nansum(dim=1).masked_fill(unscorable, torch.nan)
+        rank = self._accelerator.process_index
+        self.first_place(mode, step, len(samples))
+        self._completions += self._accelerator.num_processes * len(samples)
+        samples = [sample for sample in (*samples, *left_out) if limit is None or sample.place < limit]
+        rollouts: list[Rollout] = [sample.rollout for sample in samples]
+        totals = [total_reward(sample.scores, list(weights.values())) for sample in samples]
+        scored = [total for total in totals if not math.isnan(total)]
         executing = sum(call.result.seconds for rollout in rollouts for call in rollout.calls if call.result)
-        reward = Ratio(totals.nansum().item(), int((~unscorable).sum()))
         ratios = self._over_ranks(
             rollout_metrics(rollouts)
-            | {"reward": reward, "time/executing": Ratio(executing, 1)}
-            | self._benchmark_averages(inputs, group_size)
+            | {"reward": Ratio(sum(scored), len(scored)), "time/executing": Ratio(executing, 1)}
+            | self._benchmark_averages(samples, group_size)
             | dict(extra)
         )
         for name, ratio in ratios.items():
             self.add(mode, name, ratio)
         rows = [
             rollout_row(
-                rollout,
+                sample.rollout,
                 full=mode == "eval" or self._is_full(step),
                 step=step,
                 epoch=epoch,
                 split=mode,
-                problem_id=row["problem_id"],
-                group_id=(first + position) // group_size,
-                generation_index=(first + position) % group_size,
+                problem_id=sample.row["problem_id"],
+                group_id=sample.place // group_size,
+                generation_index=sample.place % group_size,
                 rank=rank,
-                prompt=row["prompt"],
-                solution=row["solution"],
-                reward=totals[position].item(),
-                rewards=dict(zip(reward_names, local[position].tolist(), strict=True)),
-                advantage=advantages[position].item(),
+                prompt=sample.row["prompt"],
+                solution=sample.row["solution"],
+                reward=total,
+                rewards=dict(zip(weights, sample.scores, strict=True)),
+                advantage=sample.advantage,
+                dropped=None if sample.dropped is None else str(sample.dropped),
                 engine=self._engine,
                 seed=self._args.seed,
             )
-            for position, (row, rollout) in enumerate(zip(inputs, rollouts, strict=True))
+            for sample, total in zip(samples, totals, strict=True)
         ]
         self._rows += gather_object(rows) if self._accelerator.num_processes > 1 else rows
         if mode == "train":  # an evaluation has many batches and is written once, when it is logged
@@ -118,12 +117,12 @@ class Recorder:
         steps_per_batch = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
         return step == 1 or step % args.save_rollouts_every < max(1, steps_per_batch)
 
-    def _benchmark_averages(self, inputs: Sequence[dict[str, Any]], group_size: int) -> dict[str, Ratio]:
+    def _benchmark_averages(self, samples: Sequence[Sample], group_size: int) -> dict[str, Ratio]:
         """`<benchmark>/avg@k`, the same names on all ranks; a rollout whose interpreter failed counts nowhere."""
         averages = {f"{name}/avg@{group_size}": Ratio() for name in self._benchmarks}
-        for row in inputs:
-            if (verdict := row["rollouts"].verdict) is not None and row.get("benchmark"):
-                averages[f"{row['benchmark']}/avg@{group_size}"] += Ratio(verdict.correct, 1)
+        for sample in samples:
+            if (verdict := sample.rollout.verdict) is not None and sample.row.get("benchmark"):
+                averages[f"{sample.row['benchmark']}/avg@{group_size}"] += Ratio(verdict.correct, 1)
         return averages
 
     def _over_ranks(self, ratios: dict[str, Ratio]) -> dict[str, Ratio]:

@@ -65,6 +65,7 @@ SCHEMA = pa.schema(
         ("reason", pa.string()),  # the grader's
         ("extracted", pa.string()),
         ("advantage", pa.float64()),
+        ("dropped", pa.string()),  # why it trains nothing (torl_trl.filters.Drop); null where it trains
         ("stop_reason", pa.string()),
         ("sentinels", pa.list_(pa.string())),  # those it tripped
         ("engine", pa.string()),
@@ -88,7 +89,7 @@ def rollout_row(
 
     `rewards` holds each reward function's value; a reward or advantage that is NaN becomes null. `facts` are the
     columns that say where the rollout belongs: step, epoch, split ("train" or "eval"), problem_id, solution, group_id
-    and generation_index (its place in the step), rank, engine, seed.
+    and generation_index (its place in the step), rank, dropped, engine, seed.
     """
     verdict = rollout.verdict
     row = facts | {

@@ -4,12 +4,13 @@ TRL's own `completions` are never looked at: their text contains the observation
 would count. A rollout whose interpreter failed gets None from every function: only then TRL leaves its row out.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
 
 from torl_grading import Grader, Verdict
-from torl_trl.interpreters.base import ExecutionStatus
+from torl_interpreters.base import ExecutionStatus
 from torl_trl.rollout import Rollout
 
 GradeText = Literal["own", "full"]
@@ -98,3 +99,54 @@ class ExecutabilityPenalty:
         passed = [call.result.status == ExecutionStatus.OK for call in rollout.calls if call.result is not None]
         punished = not all(passed) if self.scope == "failed_code" else not any(passed)
         return EXECUTABILITY_PENALTY if punished else 0.0
+
+
+class OverlongPenalty:
+    """0.0 for a rollout with room to spare, falling to -1.0 over the last `tokens` of the budget (DAPO, section 3.4).
+
+    Only tokens that the model wrote count: how long its programs ran, waited or printed is not punished. None for
+    `interpreter_failed`.
+    """
+
+    def __init__(self, tokens: int, max_completion_length: int):
+        self.__name__ = "overlong_penalty"
+        self.tokens = tokens
+        self.free_tokens = max_completion_length - tokens
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Any] | None = None,
+        *,
+        rollouts: Sequence[Rollout],
+        **columns: Any,
+    ) -> list[float | None]:
+        return [None if rollout.interpreter_failed else self._penalty(rollout) for rollout in rollouts]
+
+    def _penalty(self, rollout: Rollout) -> float:
+        beyond = sum(rollout.env_mask) - self.free_tokens
+        return -min(1.0, max(0, beyond) / self.tokens)
+
+
+def score(
+    functions: Sequence[Callable[..., list[float | None]]],
+    rows: Sequence[Mapping[str, Any]],
+    rollouts: Sequence[Rollout],
+    **more: Any,
+) -> list[list[float]]:
+    """Each rollout's reward from each function, NaN for None, as TRL calls them: dataset columns are keywords.
+
+    TRL's `log_extra` and `log_metric` are not handed on: they would count rollouts that are left out of the step.
+    """
+    if not rows:
+        return []
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "rollouts"}
+    columns |= {
+        "prompts": columns.pop("prompt"),
+        "completions": [rollout.completion for rollout in rollouts],
+        "completion_ids": [rollout.completion_ids for rollout in rollouts],
+        "rollouts": rollouts,
+    }
+    scores = [function(**columns, **more) for function in functions]
+    return [[math.nan if value is None else value for value in values] for values in zip(*scores, strict=True)]

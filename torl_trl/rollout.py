@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from torl_interpreters.base import ExecutionResult, Interpreter, InterpreterError
 from torl_trl import prompts
 from torl_trl.engines.base import Engine, FinishedTurn, FinishReason, Tokenizer, TurnRequest
-from torl_trl.interpreters.base import ExecutionResult, Interpreter, InterpreterError
 from torl_trl.invariants import check_rollout, check_turn
 from torl_trl.progress import RolloutStats
 

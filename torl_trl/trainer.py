@@ -4,40 +4,41 @@ The seam is TRL's `rollout_func` plus a thin wrapper that sees the dataset colum
 out. Everything about a rollout lies in `torl_trl.rollout`; everything about the loss lies in TRL.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-from transformers.trainer_utils import HubStrategy
-from trl import GRPOTrainer
 
+from torl_interpreters.base import Interpreter
 from torl_trl.config import ToRLConfig
-from torl_trl.engines.base import EngineError, Sampling
+from torl_trl.divergence import check_gradient
+from torl_trl.engines.base import Sampling
 from torl_trl.errors import UserError
+from torl_trl.filters import Filters, Group, Sample, filter_metrics
 from torl_trl.generation import make_generation, vllm_for_trl
-from torl_trl.hub import HubPush, open_repo
-from torl_trl.interpreters.base import Interpreter
 from torl_trl.metrics import Ratio, stats_metrics
 from torl_trl.padding import score_completions_only, without_padding
-from torl_trl.progress import ProgressBar, RolloutStats
+from torl_trl.phase import RolloutPhase, Row, fail_together
+from torl_trl.progress import RolloutStats
+from torl_trl.pushing import PushingTrainer
 from torl_trl.recorder import Recorder
-from torl_trl.rewards import AccuracyReward
-from torl_trl.rollout import Rollout, run_rollouts
-from torl_trl.sampler import EpochSampler
+from torl_trl.refill import Refill
+from torl_trl.rewards import AccuracyReward, score
+from torl_trl.rollout import Rollout
+from torl_trl.setup import check_setup
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func may change in TRL; our TRL is pinned
 
-HALF_PRECISION_MIN_LR = 1e-5
-"""Pure half-precision AdamW at lr 1e-6 leaves 98 % of the weights where they were (measured)."""
+logger = logging.getLogger(__name__)
 
 
-class ToRLTrainer(GRPOTrainer):
+class ToRLTrainer(PushingTrainer):
     """GRPO with tool-integrated rollouts.
 
     Args:
@@ -69,9 +70,11 @@ class ToRLTrainer(GRPOTrainer):
     ):
         self._interpreter = interpreter
         self._model_card = model_card
-        self._hub: HubPush | None = None  # on the main process of a run that pushes
         self._inputs: list[dict[str, Any]] = []
+        self._samples: list[Sample] = []  # this rank's rollouts of the generation batch, in TRL's order
+        self._left_out: list[Sample] = []  # what was sampled for it beyond, and trains nothing
         self._rewards: torch.Tensor | None = None  # (completions of all ranks, reward functions)
+        self._nothing_to_train = False
         self._stats = RolloutStats()
         self._grading_seconds = 0.0
         self._scoring_seconds = 0.0
@@ -89,10 +92,23 @@ class ToRLTrainer(GRPOTrainer):
                 rollout_func=_rollout_func,
             )
         self._accuracy_rewards = [function for function in self.reward_funcs if isinstance(function, AccuracyReward)]
-        self._check_setup()
+        check_setup(self, interpreter)
         if self.accelerator.device.type == "cpu":
             score_completions_only()
         self._generation = make_generation(self)
+        self.phase = RolloutPhase(
+            self._generation,
+            interpreter,
+            self.processing_class,
+            args.rollout_config(),
+            self._start_grading,
+            resamples=args.resample_failures,
+            shows_bar=self.accelerator.is_main_process,
+        )
+        self._filters = args.filters()
+        self._refill: Refill | None = None
+        if self._filters.drops_groups and train_dataset is not None:
+            self._refill = Refill(len(train_dataset), args.seed, args.refill_limit, self.accelerator)
         named = eval_dataset is not None and "benchmark" in eval_dataset.column_names
         benchmarks = eval_dataset.unique("benchmark") if named else ()
         self._recorder = Recorder(args, self.accelerator, self._generation.name, benchmarks)
@@ -102,56 +118,73 @@ class ToRLTrainer(GRPOTrainer):
     def rollout(self, prompts: list[str]) -> dict[str, list]:
         """Sample this rank's prompts, already repeated `num_generations` times; TRL's `rollout_func` contract.
 
-        A rank that fails here fails the others too: they would wait for it in their next collective call.
+        With filters the rows of groups that train nothing are replaced in the list that TRL reads afterwards.
         """
-        rollouts, failure = [], None
-        try:
-            rollouts = self._run_rollouts(prompts)
-        except Exception as error:
-            failure = error
-        self._fail_together(failure)
+        mode, step = self._mode, self._rollouts_step
+        self._stats = RolloutStats()
+        place = self._recorder.first_place(mode, step, len(prompts))
+        seed = hash((self.args.seed, mode == "train", step, place))  # ints: the same in every process
+        samples, self._left_out = self._sample(self._inputs, place, seed), []
+        if mode == "train" and self._refill is not None:
+            samples = self._refilled(samples)
+            self._inputs[:] = [sample.row for sample in samples]
+        self._samples = samples
         return {
-            "prompt_ids": [rollout.prompt_ids for rollout in rollouts],
-            "completion_ids": [rollout.completion_ids for rollout in rollouts],
-            "logprobs": [rollout.logprobs for rollout in rollouts],
-            "env_mask": [_training_mask(rollout) for rollout in rollouts],
-            "rollouts": rollouts,
+            "prompt_ids": [sample.rollout.prompt_ids for sample in samples],
+            "completion_ids": [sample.rollout.completion_ids for sample in samples],
+            "logprobs": [sample.rollout.logprobs for sample in samples],
+            "env_mask": [sample.training_mask for sample in samples],
+            "rollouts": [sample.rollout for sample in samples],
         }
 
-    def _run_rollouts(self, prompts: list[str]) -> list[Rollout]:
-        inputs, self._stats = self._inputs, RolloutStats()
-        mode, step = self._mode, self._rollouts_step
-        place = self._recorder.first_place(mode, step, len(prompts))
+    def _sample(self, rows: Sequence[Row], place: int, seed: int) -> list[Sample]:
+        """Sample rows of this rank, the first of which stands at `place`, and mark who trains nothing. Collective.
 
-        def start_grading(rollout: Rollout) -> None:
-            for function in self._accuracy_rewards:
-                function.start(rollout, inputs[rollout.index]["solution"])
+        A rank that fails here fails the others too: they would wait for it in their next collective call.
+        """
+        mode, samples, failure = self._mode, [], None
+        try:
+            title = f"{mode} step {self._rollouts_step}"
+            rollouts = self.phase.run(rows, self._sampling(mode), seed=seed, title=title, stats=self._stats)
+            pairs = zip(rows, rollouts, strict=True)
+            samples = [Sample(row, rollout, place + number) for number, (row, rollout) in enumerate(pairs)]
+            if mode == "train":
+                self._filter(samples)
+        except Exception as error:
+            failure = error
+        fail_together(self.accelerator, failure)
+        return samples
 
-        bar = ProgressBar(
-            len(prompts), description=f"{mode} step {step}", disable=not self.accelerator.is_main_process
-        )
-        with self._generation.engine(self._sampling(mode)) as engine, bar:
-            return run_rollouts(
-                self.processing_class(text=prompts)["input_ids"],
-                engine,
-                self._interpreter,
-                self.processing_class,
-                self.args.rollout_config(),
-                seed=hash((self.args.seed, mode == "train", step, place)),  # ints: the same in every process
-                on_finished=start_grading,
-                on_progress=bar.update,
-                stats=self._stats,
-            )
+    def _filter(self, samples: list[Sample]) -> None:
+        self._filters.drop_rollouts(samples)
+        if self._refill is not None:
+            rows, rollouts = [sample.row for sample in samples], [sample.rollout for sample in samples]
+            scores = score(self.reward_funcs, rows, rollouts, trainer_state=self.state)
+            for sample, values in zip(samples, scores, strict=True):
+                sample.scores = values
+            for group in self._groups(samples):
+                self._filters.drop_group(group, self.reward_weights.tolist())
 
-    def _fail_together(self, failure: Exception | None) -> None:
-        """Raise this rank's failure, or another's, on every rank (a collective call)."""
-        if self.accelerator.num_processes > 1:
-            said = [(self.accelerator.process_index, str(failure))] if failure else []
-            for rank, words in gather_object(said):
-                if failure is None:
-                    raise EngineError(f"Rank {rank} failed in its rollouts: {words}")
-        if failure is not None:
-            raise failure
+    def _refilled(self, samples: list[Sample]) -> list[Sample]:
+        """Replace groups that train nothing by groups of further problems, as far as refill_limit allows."""
+        first_place = self.accelerator.num_processes * len(samples)
+
+        def sample_groups(problems: list[int], position: int, offset: int) -> list[Group]:
+            rows = [dict(row) for problem in problems for row in [self.train_dataset[problem]] * self.num_generations]
+            seed = hash((self.args.seed, 2, self._rollouts_step, position))
+            return self._groups(self._sample(rows, first_place + offset * self.num_generations, seed))
+
+        groups, left_out = self._refill.fill(self._groups(samples), sample_groups)
+        self._left_out = [sample for group in left_out for sample in group]
+        return [sample for group in groups for sample in group]
+
+    def _groups(self, samples: list[Sample]) -> list[Group]:
+        size = self.num_generations
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def _start_grading(self, rollout: Rollout, row: Row) -> None:
+        for function in self._accuracy_rewards:
+            function.start(rollout, row["solution"])
 
     @property
     def _rollouts_step(self) -> int:
@@ -175,7 +208,11 @@ class ToRLTrainer(GRPOTrainer):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         started, scoring = time.perf_counter(), self._scoring_seconds
-        loss = super().training_step(*args, **kwargs)
+        try:
+            loss = super().training_step(*args, **kwargs)
+        except _NothingToTrain:
+            self._step += 1  # as TRL does at the end of its own
+            loss = torch.zeros((), device=self.accelerator.device)
         scoring = self._scoring_seconds - scoring
         steps = int(self.accelerator.sync_gradients)  # seconds of all micro-steps, per optimizer step
         self._training_seconds += Ratio(time.perf_counter() - started - scoring, steps)
@@ -185,50 +222,80 @@ class ToRLTrainer(GRPOTrainer):
         started = time.perf_counter()
         self._inputs = inputs
         output = super()._generate_and_score_completions(inputs)
-        self._record(inputs, output["advantages"])
+        self._record(output["advantages"])
+        self._nothing_to_train = self._mode == "train" and not output["num_items_in_batch"]  # of all ranks
+        if self._nothing_to_train:
+            self._say_that_nothing_trains()
         self._inputs = []
         self._scoring_seconds += time.perf_counter() - started
         return output
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
-        return EpochSampler(super()._get_train_sampler(dataset))
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        if self._nothing_to_train:
+            # Without gradients AdamW would still move the weights. The optimizer and the schedule do nothing in a
+            # micro-step that does not synchronize; the Trainer sets that again before the next.
+            self.accelerator.gradient_state._set_sync_gradients(False)
+            return 0.0
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is not None:  # DeepSpeed has none where its configuration leaves it out
+            check_gradient(self, float(norm))
+        return norm
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # see torl_trl.checkpoints
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return None if self._nothing_to_train else super()._clip_grad_norm(model)
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        if self._nothing_to_train and self._mode == "train":
+            raise _NothingToTrain
         return super()._compute_loss(model, without_padding(inputs))
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], prompts: list[str], *args: Any) -> torch.Tensor:
         started = time.perf_counter()
-        self._rewards = super()._calculate_rewards(*args, **kwargs)
+        if self._mode == "train" and self._refill is not None:  # they are known
+            prompts[:] = [row["prompt"] for row in inputs]  # TRL took them before rows were replaced
+            scores = [sample.scores for sample in self._samples]
+            self._rewards = gather(torch.tensor(scores, device=self.accelerator.device))
+        else:
+            self._rewards = super()._calculate_rewards(inputs, prompts, *args)
         self._grading_seconds = time.perf_counter() - started
         return self._rewards
 
-    def _record(self, inputs: list[dict[str, Any]], advantages: torch.Tensor) -> None:
+    def _record(self, advantages: torch.Tensor) -> None:
         """Add up metrics over ranks and write the rollouts of this generation batch."""
-        mode, step = self._mode, self._rollouts_step
+        mode, step, samples = self._mode, self._rollouts_step, self._samples
+        first = self.accelerator.process_index * len(samples)
+        scores = self._rewards[first : first + len(samples)].tolist()
+        for sample, values, advantage in zip(samples, scores, advantages.tolist(), strict=True):
+            sample.scores, sample.advantage = values, advantage
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         tier = getattr(self._interpreter, "tier", None)  # the embedded one has tiers
+        filtered = mode == "train" and self._filters != Filters()
         totals = self._recorder.record(
             mode,
             step,
             float(self.state.epoch or 0.0),
-            inputs,
+            samples,
+            self._left_out,
             limit=len(self.eval_dataset) * group_size if mode == "eval" else None,
             group_size=group_size,
-            advantages=advantages,
-            rewards=self._rewards,
-            reward_weights=self.reward_weights,
-            reward_names=self.reward_func_names,
+            weights=dict(zip(self.reward_func_names, self.reward_weights.tolist(), strict=True)),
             extra=stats_metrics(self._stats)
+            | (filter_metrics(samples, self._left_out, group_size) if filtered else {})
             | {
                 "time/grading": Ratio(self._grading_seconds, 1),
                 "tools/isolation": Ratio(tier.level, 1) if tier else Ratio(),
             },
         )
         self._check_interpreter(totals["tools/interpreter_failure"], mode, step)
+
+    def _say_that_nothing_trains(self) -> None:
+        self._recorder.add("train", "filter/skipped_step", Ratio(1, 1))
+        if self.accelerator.is_main_process:
+            logger.warning(
+                "Step %d trains nothing: all of its rollouts were left out (filter/... in metrics.jsonl says why), so "
+                "the update is skipped. If this goes on, the problems are too easy or too hard.",
+                self._rollouts_step,
+            )
 
     def _check_interpreter(self, failures: Ratio, mode: str, step: int) -> None:
         """Stop a run whose interpreter fails: what is left to train on is not what was asked for. On all ranks."""
@@ -256,73 +323,10 @@ class ToRLTrainer(GRPOTrainer):
             logs["hub/failed_pushes"] = self._hub.failed
         super().log(logs, start_time)
 
-    # --- the Hub --------------------------------------------------------------------------------------------------
 
-    def init_hf_repo(self, token: str | None = None) -> None:
-        if self.is_world_process_zero():
-            self.hub_model_id = open_repo(self.args)
-            self._hub = HubPush(self.args, self.hub_model_id)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        if self._model_card is None:
-            super().create_model_card(*args, **kwargs)
-        elif self.is_world_process_zero():
-            self._model_card()
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        strategy, step = self.args.hub_strategy, self.state.global_step
-        if self._hub is None or strategy == HubStrategy.END:
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        checkpoint = Path(checkpoint_folder)
-        folders = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: checkpoint.name}
-        branch = f"step-{step:06d}" if self.args.hub_branch_per_save else None
-        self._hub.start(checkpoint, f"Step {step}", branch=branch, resumable=folders.get(strategy))
-
-    def _finish_current_push(self) -> None:
-        if self._hub is not None:
-            self._hub.wait()
-
-    def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> None:
-        """Push the model as it is now and the run's files, and wait for it; a failure is said, and counted."""
-        if not self.args.push_to_hub:
-            raise UserError("push_to_hub is false: set it to true.")
-        self.save_model(_internal_call=True)
-        self.create_model_card()
-        if self._hub is not None:
-            self.callback_handler.on_push_begin(self.args, self.state, self.control)
-            self._hub.wait()
-            self._hub.start(Path(self.args.output_dir), commit_message)
-            self._hub.wait()
-
-    # --- checks ---------------------------------------------------------------------------------------------------
-
-    def _check_setup(self) -> None:
-        if self.args.max_tool_calls > 0 and self._interpreter is None:
-            raise UserError(
-                f"max_tool_calls is {self.args.max_tool_calls} and there is no interpreter: pass one, or set it to 0."
-            )
-        if not self._accuracy_rewards:
-            raise UserError("No AccuracyReward is among the reward functions: add one, metrics need its verdicts.")
-        needed = self.args.generation_batch_size // self.num_generations
-        if self.train_dataset is not None and len(self.train_dataset) < needed:
-            raise UserError(
-                f"There are {len(self.train_dataset)} problems and a step takes {needed}, so that no step would be "
-                "made: lower per_device_train_batch_size or gradient_accumulation_steps, or give more problems."
-            )
-        half = {name for name, p in self.model.named_parameters() if p.requires_grad and p.element_size() < 4}
-        if half and not self.is_deepspeed_enabled and self.args.learning_rate < HALF_PRECISION_MIN_LR:
-            raise UserError(
-                f"dtype is half precision and learning_rate is {self.args.learning_rate}, so that most updates round "
-                f"to nothing: set dtype: float32 (with bf16: true for speed), or a learning rate of at least "
-                f"{HALF_PRECISION_MIN_LR}."
-            )
+class _NothingToTrain(Exception):
+    """Ends a micro-step between the rollouts and the loss."""
 
 
 def _rollout_func(prompts: list[str], trainer: ToRLTrainer) -> dict[str, list]:
     return trainer.rollout(prompts)
-
-
-def _training_mask(rollout: Rollout) -> list[int]:
-    """The mask TRL trains with: all zero where our interpreter failed, so that no token counts anywhere."""
-    return [0] * len(rollout.env_mask) if rollout.interpreter_failed else rollout.env_mask

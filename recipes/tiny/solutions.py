@@ -15,8 +15,8 @@ from random import Random
 
 from problems import Problem
 
+from torl_interpreters.base import ExecutionResult, ExecutionStatus
 from torl_trl import prompts
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,9 @@ class TransformersEngine:
         self._matcher = StopMatcher(tokenizer, len(tokenizer))
         self._requests: list[TurnRequest] = []
 
+    def __repr__(self) -> str:
+        return f"transformers in this process, {len(self._requests)} requests for the next round"
+
     def add(self, request: TurnRequest) -> None:
         self._requests.append(request)
 

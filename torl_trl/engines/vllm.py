@@ -39,6 +39,9 @@ class VLLMEngine:
         self._numbers = itertools.count()  # vLLM must never see an id twice, not even after an abort
         self._rollouts: dict[str, int] = {}  # requests in the engine, by vLLM's id
 
+    def __repr__(self) -> str:
+        return f"vLLM in this process, {len(self._rollouts)} requests unfinished"
+
     def add(self, request: TurnRequest) -> None:
         length = len(request.token_ids) + request.max_tokens
         if length > self._max_length:

@@ -139,6 +139,10 @@ class VLLMServerEngine(AbstractContextManager):
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-server-engine", daemon=True)
         self._thread.start()
 
+    def __repr__(self) -> str:
+        urls = ", ".join(server.url for server in self._servers)
+        return f"vLLM servers at {urls}, {len(self._turns)} requests unfinished"
+
     def add(self, request: TurnRequest) -> None:
         """Send a request, to be sampled as `sampling` says now."""
         server = self._servers[request.rollout_id % len(self._servers)]

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 
-from torl_trl.interpreters import remote
-from torl_trl.interpreters.base import ExecutionResult, ExecutionStatus, InterpreterError, InterpreterUnavailable
+from torl_interpreters import remote
+from torl_interpreters.base import ExecutionResult, ExecutionStatus, InterpreterError, InterpreterUnavailable
 
 URL_VARIABLE = "TORL_SANDBOX_FUSION_URL"
 _SLOTS_PER_SERVER = 8

@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from torl_interpreters.base import ENVIRONMENT, InterpreterClosed, InterpreterUnavailable
+from torl_interpreters.tiers import SANDBOX, package_folders
 from torl_sandbox.supervise import run_alone
-from torl_trl.interpreters.base import ENVIRONMENT, InterpreterClosed, InterpreterUnavailable
-from torl_trl.interpreters.tiers import SANDBOX, package_folders
 
 
 class PlainBackend:

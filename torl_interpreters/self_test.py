@@ -4,8 +4,8 @@ import os
 import socket
 import tempfile
 
-from torl_trl.interpreters.base import ExecutionStatus, InterpreterUnavailable
-from torl_trl.interpreters.server import ForkServerBackend, ServerProcess
+from torl_interpreters.base import ExecutionStatus, InterpreterUnavailable
+from torl_interpreters.server import ForkServerBackend, ServerProcess
 
 _WORK = """
 import colorsys, xml.dom.minidom  # not loaded before: the program can read Python's files

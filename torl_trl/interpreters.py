@@ -1,9 +1,8 @@
-"""Interpreters run the code that the model writes; `get_interpreter` makes one by its name."""
+"""The interpreters by name: `get_interpreter`, and what calls of them give back (package torl_interpreters)."""
 
 import inspect
 
-from torl_trl.errors import UserError
-from torl_trl.interpreters.base import (
+from torl_interpreters.base import (
     ExecutionResult,
     ExecutionStatus,
     Interpreter,
@@ -11,9 +10,10 @@ from torl_trl.interpreters.base import (
     InterpreterError,
     InterpreterUnavailable,
 )
-from torl_trl.interpreters.e2b import E2BInterpreter
-from torl_trl.interpreters.embedded import EmbeddedInterpreter
-from torl_trl.interpreters.sandbox_fusion import SandboxFusionInterpreter
+from torl_interpreters.e2b import E2BInterpreter
+from torl_interpreters.embedded import EmbeddedInterpreter
+from torl_interpreters.sandbox_fusion import SandboxFusionInterpreter
+from torl_trl.errors import UserError
 
 __all__ = [
     "E2BInterpreter",

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torl_trl.interpreters import remote
-from torl_trl.interpreters.base import ExecutionResult, InterpreterError, InterpreterUnavailable
-from torl_trl.interpreters.remote import SERVICE_SLACK_SECONDS, ranks
-from torl_trl.interpreters.tiers import SANDBOX
+from torl_interpreters import remote
+from torl_interpreters.base import ExecutionResult, InterpreterError, InterpreterUnavailable
+from torl_interpreters.remote import SERVICE_SLACK_SECONDS, ranks
+from torl_interpreters.tiers import SANDBOX
 
 PLAN_SANDBOXES, PLAN_CREATIONS_PER_SECOND = 20, 1.0  # the most of E2B's free plan
 CREATE_SECONDS = 60.0  # E2B needs about one
@@ -228,9 +228,9 @@ def _start_text(limits: dict[str, Any]) -> str:
     """The text that starts our server in a sandbox: what needs the standard library only of our packages."""
     limits = {name: value for name, value in limits.items() if name != "timeout_seconds"}
     names = ("base", "tiers", "server", "self_test")
-    paths = {f"torl_trl/interpreters/{name}.py": Path(__file__).with_name(f"{name}.py") for name in names}
+    paths = {f"torl_interpreters/{name}.py": Path(__file__).with_name(f"{name}.py") for name in names}
     paths |= {f"torl_sandbox/{path.name}": path for path in SANDBOX.glob("*.py")}
     files = {place: path.read_text(encoding="utf-8") for place, path in paths.items()}
-    files |= {"torl_trl/__init__.py": "", "torl_trl/interpreters/__init__.py": ""}
+    files["torl_interpreters/__init__.py"] = ""
     kernel = (SANDBOX / "kernel.py").read_text(encoding="utf-8")
     return f"{kernel}\n\nstart({files!a}, {limits!a})\n"

@@ -11,8 +11,8 @@ import tempfile
 import threading
 from typing import Any
 
-from torl_trl.interpreters import tiers
-from torl_trl.interpreters.base import ENVIRONMENT, InterpreterClosed, InterpreterUnavailable
+from torl_interpreters import tiers
+from torl_interpreters.base import ENVIRONMENT, InterpreterClosed, InterpreterUnavailable
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 
-from torl_trl.interpreters import base
-from torl_trl.interpreters.plain import PlainBackend
-from torl_trl.interpreters.self_test import check
-from torl_trl.interpreters.server import ForkServerBackend
-from torl_trl.interpreters.tiers import Tier, candidates
+from torl_interpreters import base
+from torl_interpreters.plain import PlainBackend
+from torl_interpreters.self_test import check
+from torl_interpreters.server import ForkServerBackend
+from torl_interpreters.tiers import Tier, candidates
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,9 @@ class EmbeddedInterpreter(base.Interpreter):
             self._free.put(slot)
         self._lock = threading.Lock()
         self._closed = False
+
+    def __repr__(self) -> str:
+        return f"embedded in tier {self.tier}, {self.slots - self._free.qsize()} of {self.slots} slots busy"
 
     def submit(self, code: str) -> Future[base.ExecutionResult]:
         with self._lock:

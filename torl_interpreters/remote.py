@@ -27,9 +27,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from torl_trl.interpreters import base
-from torl_trl.interpreters.base import ExecutionResult, InterpreterClosed, InterpreterError
-from torl_trl.interpreters.tiers import SANDBOX
+from torl_interpreters import base
+from torl_interpreters.base import ExecutionResult, InterpreterClosed, InterpreterError
+from torl_interpreters.tiers import SANDBOX
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,10 @@ class RemoteInterpreter(base.Interpreter):
         self._next_warning = -math.inf
         self._lock = threading.Lock()
         self._closed = False
+
+    def __repr__(self) -> str:
+        busy = f"{self.slots - len(self._free)} of {self.slots} slots busy, {len(self._waiting)} programs waiting"
+        return f"{self._service}, {busy}; {self._failures} failures in {self._attempts} attempts so far"
 
     def _start(self) -> None:
         self._loop = loop = asyncio.new_event_loop()
