@@ -197,6 +197,7 @@ def test_what_is_not_reached_is_replaced_and_said(tmp_path, offline, monkeypatch
     assert {"question", "answer"} <= row.keys()  # the recipe's columns
     assert script_args.eval_dataset_name == str(tmp_path / "eval.jsonl")
     assert (args.interpreter, args.interpreter_options) == ("embedded", {"timeout_seconds": 7})
+    assert script_args.max_prompt_length == 4 * 400  # the stand-in's tokens are shorter
     model = Qwen2Config.from_pretrained(model_args.model_name_or_path)
     assert (model.model_type, model.tie_word_embeddings, model.max_position_embeddings) == ("qwen2", True, 4096)
 

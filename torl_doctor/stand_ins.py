@@ -41,6 +41,8 @@ def stand_in(
             raise UserError(f"output_dir {str(folder)!r} cannot be made ({error.strerror}): give another.") from error
         left_out = _make_model(model_args, args, folder / "base", tiny / "base")
         changes = {"model_name_or_path": str(folder / "base"), "model_revision": None}
+        if left_out:  # the tiny recipe's tokenizer has a small vocabulary, and makes more tokens of a prompt
+            changes["max_prompt_length"] = 4 * script_args.max_prompt_length
         places = {"dataset_name": (script_args.dataset_name, script_args.dataset_train_split, "train.jsonl")}
         if args.eval_strategy != "no" or args.eval_on_start:
             places["eval_dataset_name"] = (script_args.eval_data(), script_args.dataset_test_split, "eval.jsonl")
