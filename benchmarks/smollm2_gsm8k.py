@@ -38,12 +38,13 @@ NO_TOOL = {
 SETTINGS: dict[str, tuple[str, dict[str, str]]] = {"tool": ("C = 1", {}), "no_tool": ("C = 0", NO_TOOL)}
 """Name of a run's folder to its label and what it changes in the recipe."""
 
-SHARES = ("accuracy", "tools/code_ratio", "tools/pass_ratio")
+SHARES = ("accuracy", "tools/code_ratio", "tools/pass_ratio", "sentinel/constant_program")
 TIMES = ("step_time", "time/generating", "time/training")
 PANELS = (
     (Curve("train", "reward", "Reward, training", ""), (-1.0, 1.0)),
     (Curve("train", "tools/code_ratio", "Completions with code, training", ""), (0.0, 1.0)),
     (Curve("train", "tools/pass_ratio", "Executed code that ran, training", ""), (0.0, 1.0)),
+    (Curve("train", "sentinel/constant_program", "Programs that compute nothing", ""), (0.0, 1.0)),
     (Curve("eval", "accuracy", "Accuracy, held out", ""), (0.0, 1.0)),
 )
 """What the figure shows, and the range of each; one whose values use a small part of it shows that part."""
@@ -77,7 +78,7 @@ def free_port() -> int:
 def measure(folder: Path) -> dict[str, float]:
     """A run's numbers: held out at each evaluation, training rollouts at both ends, and times.
 
-    `train/NAME/first` and `/last` are means over the first and the last third of the steps: one step has 64 rollouts.
+    `train/NAME/first` and `/last` are means over the first and the last third of the steps, of all that was sampled.
     """
     lines = read_metrics(folder)
     steps = [line for line in lines if line["split"] == "train"]
@@ -97,7 +98,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 def table(results: dict[str, dict[str, float]]) -> str:
     """First and last evaluation of each run, the reward in training, and its time."""
-    titles = ("run", "accuracy", "code ratio", "pass ratio", "reward (training)", "minutes")
+    titles = ("run", "accuracy", "code ratio", "pass ratio", "constant program", "reward (training)", "minutes")
     rows = [titles]
     for name, values in results.items():
         steps = sorted(int(key.split("/")[1][4:]) for key in values if key.startswith("eval/") and "accuracy" in key)
@@ -111,7 +112,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 def draw(runs: Path) -> None:
     """Draw the panels, both runs over each other, as `FIGURE`."""
-    figure = Figure(figsize=(4.2 * len(PANELS), 3.9), dpi=130, layout="constrained")
+    figure = Figure(figsize=(3.8 * len(PANELS), 3.9), dpi=130, layout="constrained")
     lines = {label: read_metrics(runs / name) for name, (label, _) in SETTINGS.items()}
     for axes, (curve, (low, high)) in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         points = {label: metric_points(run, curve.split, curve.metric) for label, run in lines.items()}

@@ -100,7 +100,7 @@ def test_a_run_is_its_evaluations_and_the_first_and_last_third_of_its_steps(tmp_
     assert "train/tools/code_ratio/first" not in results["no_tool"]
 
     lines = benchmark.table(results).splitlines()
-    assert re.split(r"\s{2,}", lines[1].strip()) == ["C = 1", "0.25 -> 0.50", "-", "-", "-0.50 -> 0.50", "2"]
+    assert re.split(r"\s{2,}", lines[1].strip()) == ["C = 1", "0.25 -> 0.50", "-", "-", "-", "-0.50 -> 0.50", "2"]
     monkeypatch.setattr(benchmark, "FIGURE", tmp_path / "figure.png")
     benchmark.draw(tmp_path)
     assert (tmp_path / "figure.png").stat().st_size > 10_000
