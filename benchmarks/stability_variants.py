@@ -32,8 +32,12 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 """What a task changes in recipes/tiny.yaml. The name of a file is one that `write_problems` writes.
 
-hard: steps so large and so noisy that with the paper's settings turns fall to pieces and rollouts grow to their limit.
-At 1e-3 this did not happen in 25 steps, at 2e-3 it did with every switch that was tried.
+hard: steps so large and so noisy that with the paper's settings turns fall to pieces: malformed calls, markers of the
+model's own, garbled programs. Tried with the paper's settings on seeds 11 and 12, held-out accuracy:
+    1e-3    one run, rose to 0.81 in 25 steps
+    1.4e-3  one run, 0.46, 0.36, 0.28 after 5, 10, 15 steps
+    2e-3    two runs: one fell from 0.59 after 10 steps to 0.51 after 30, the other from 0.39 to 0.27 after 10
+Only the families whose first program often fails, at 1e-3 with 16 problems a step, were no harder: 0.85 in 15 steps.
 """
 
 VOID = {"drop_void_turns": True}
