@@ -1,4 +1,4 @@
-"""What a real model of 135 million parameters learns on GSM8K in an hour on a CPU core, with a tool and without.
+"""What a real model of 135 million parameters learns on GSM8K on a CPU core, with a tool and without.
 
     python benchmarks/smollm2_gsm8k.py [--train train.jsonl --test test.jsonl --problem_column problem]
 
@@ -9,24 +9,21 @@ assets/smollm2_gsm8k.png. A finished run in `--runs` is not trained again.
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from comparison import draw_band
 from machine import machine_facts
 from matplotlib.figure import Figure
+from training_runs import train_all
 
 from torl_report.curves import Curve, finish, metric_points, save, style
 from torl_trl.run_folder import read_metrics
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "runs" / "benchmark" / "smollm2_gsm8k"
-RECIPE = ROOT / "recipes" / "smollm2_gsm8k.yaml"
+RECIPE = "smollm2_gsm8k.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_gsm8k.json"
 FIGURE = ROOT / "assets" / "smollm2_gsm8k.png"
 
@@ -48,31 +45,6 @@ PANELS = (
     (Curve("eval", "accuracy", "Accuracy, held out", ""), (0.0, 1.0)),
 )
 """What the figure shows, and the range of each; one whose values use a small part of it shows that part."""
-
-
-def train(name: str, runs: Path, words: list[str]) -> None:
-    """Train one setting in `runs`/NAME, unless it is there."""
-    folder = runs / name
-    if is_finished(folder):
-        return
-    changes = [word for key, value in SETTINGS[name][1].items() for word in (f"--{key}", value)]
-    command = [sys.executable, ROOT / "recipes" / "grpo_torl.py", "--config", RECIPE, "--output_dir", folder]
-    # vLLM would bind each run to all cores; torch's default port serves one run only.
-    environment = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "MASTER_PORT": str(free_port())}
-    with (runs / f"{name}.log").open("w") as log:
-        subprocess.run(
-            [*map(str, command), *changes, *words], check=True, stdout=log, stderr=log, env=os.environ | environment
-        )
-
-
-def is_finished(folder: Path) -> bool:
-    return folder.exists() and any(line["split"] == "summary" for line in read_metrics(folder))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def measure(folder: Path) -> dict[str, float]:
@@ -141,10 +113,8 @@ def main() -> None:
         "problem_column": options.problem_column,
     }
     given["bf16"] = options.bf16
-    words = [word for key, value in given.items() if value is not None for word in (f"--{key}", value)]
-    options.runs.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(len(SETTINGS)) as pool:
-        list(pool.map(lambda name: train(name, options.runs, words), SETTINGS))
+    given = {key: value for key, value in given.items() if value is not None}
+    train_all({options.runs / name: changes | given for name, (_, changes) in SETTINGS.items()}, 2, RECIPE)
 
     results = {name: measure(options.runs / name) for name in SETTINGS}
     flat = {f"{name}/{key}": value for name, values in results.items() for key, value in values.items()}

@@ -1,6 +1,7 @@
 """Training runs of a benchmark: each with one thread, several at a time; a finished one is not trained again."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,8 +32,9 @@ def train(folder: Path, options: Mapping[str, Any], recipe: str = "tiny.yaml") -
     for name, value in options.items():
         words += [f"--{name}", *(value if isinstance(value, list | tuple) else [value])]
     with folder.with_name(f"{folder.name}.log").open("w") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(list(map(str, words)), check=True, stdout=log, stderr=log, env=environment)
+        # vLLM would bind each run to all cores; torch's default port serves one run only.
+        own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "MASTER_PORT": str(free_port())}
+        subprocess.run(list(map(str, words)), check=True, stdout=log, stderr=log, env=os.environ | own)
     sys.stdout.write(f"finished {folder.name}\n")
     sys.stdout.flush()
 
@@ -40,3 +42,9 @@ def train(folder: Path, options: Mapping[str, Any], recipe: str = "tiny.yaml") -
 def is_finished(folder: Path) -> bool:
     """Whether a run came to its end: it wrote its summary line."""
     return (folder / METRICS_NAME).exists() and any(line["split"] == "summary" for line in read_metrics(folder))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -58,18 +58,23 @@ def test_numbers_have_two_digits_and_a_formula_has_the_value_that_python_gives_i
             assert str(eval(formula)) == row["answer"]
 
 
+def assert_shows_what_its_program_prints(example: str) -> None:
+    """A worked example of a few-shot prompt: its program runs, and its output is shown and boxed."""
+    called, marker, rest = example.partition(prompts.OUTPUT_MARKER)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(prompts.extract_code(called))
+    output, _, answer = rest.partition(prompts.FENCE)
+    assert marker and output.strip() == printed.getvalue().strip()
+    assert answer.strip() == f"\\boxed{{{output.strip()}}}"
+
+
 def test_the_shown_examples_are_calls_whose_output_and_answer_are_right():
     template = prompts.load_template(str(FOLDER / "few_shot.txt"))
     examples = template.split("<|im_end|>\n")[:-1]
     assert len(examples) == 2
     for example in examples:
-        called, marker, rest = example.partition(prompts.OUTPUT_MARKER)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(prompts.extract_code(called))
-        output, _, answer = rest.partition(prompts.FENCE)
-        assert marker and output.strip() == printed.getvalue().strip()
-        assert answer.strip() == f"\\boxed{{{output.strip()}}}"
+        assert_shows_what_its_program_prints(example)
 
 
 def test_the_recipe_finds_its_files_from_any_folder(tmp_path, monkeypatch):

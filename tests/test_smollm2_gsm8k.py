@@ -1,13 +1,12 @@
 """The smollm2_gsm8k recipe: its two prompts, its variant without a tool, and what its benchmark makes of two runs."""
 
-import contextlib
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
 import smollm2_gsm8k as benchmark
+from test_smollm2 import assert_shows_what_its_program_prints
 from transformers import AutoTokenizer
 
 from torl_trl import prompts
@@ -30,13 +29,7 @@ def examples(setting: str) -> list[str]:
 
 def test_the_programs_of_the_examples_print_what_is_shown_and_boxed():
     for example in examples("tool"):
-        called, marker, rest = example.partition(prompts.OUTPUT_MARKER)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(prompts.extract_code(called))
-        output, _, answer = rest.partition(prompts.FENCE)
-        assert marker and output.strip() == printed.getvalue().strip()
-        assert answer.strip() == f"\\boxed{{{output.strip()}}}"
+        assert_shows_what_its_program_prints(example)
 
 
 def test_without_the_tool_the_same_examples_are_reasoned_in_words_and_every_sum_is_right():
