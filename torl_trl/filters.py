@@ -121,6 +121,11 @@ def total_reward(scores: Sequence[float], weights: Sequence[float]) -> float:
     return sum(given) if given else math.nan
 
 
+def groups_of(samples: Sequence[Sample], size: int) -> list[Group]:
+    """Cut samples whose groups are consecutive."""
+    return [list(samples[start : start + size]) for start in range(0, len(samples), size)]
+
+
 def trains(group: Group) -> bool:
     """Whether any rollout of the group does."""
     return any(sample.dropped is None for sample in group)
@@ -139,7 +144,7 @@ def filter_metrics(step: Sequence[Sample], left_out: Sequence[Sample], group_siz
     `filter/extra_generation`: rollouts sampled beyond the step's own, for each of those.
     """
     reasons = [sample.dropped for sample in (*step, *left_out)]
-    groups = [step[start : start + group_size] for start in range(0, len(step), group_size)]
+    groups = groups_of(step, group_size)
     return {f"filter/{reason}": Ratio(reasons.count(reason), len(reasons)) for reason in Drop} | {
         "filter/full": Ratio(sum(map(trains, groups)), len(groups)),
         "filter/extra_generation": Ratio(len(left_out), len(step)),

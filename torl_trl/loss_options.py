@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING
 
 from torl_trl.errors import UserError
+from torl_trl.filters import Filters
 
 if TYPE_CHECKING:
     from torl_trl.config import ToRLConfig
@@ -65,7 +66,7 @@ def check_filters(args: "ToRLConfig") -> None:
             f"refill_limit is {args.refill_limit} and nothing leaves groups out: set drop_dead_groups: true or an "
             "accuracy_band, or remove it."
         )
-    if filters != type(filters)() and args.loss_type not in COUNTS_TOKENS:
+    if filters != Filters() and args.loss_type not in COUNTS_TOKENS:
         raise UserError(
             f"loss_type is {args.loss_type}, whose denominator counts rollouts that are left out too: choose one of "
             f"{', '.join(COUNTS_TOKENS)}, or switch the filters off (drop_..., accuracy_band, "

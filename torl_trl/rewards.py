@@ -5,6 +5,7 @@ would count. A rollout whose interpreter failed gets None from every function: o
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, get_args
@@ -70,7 +71,25 @@ class AccuracyReward:
         return scores
 
 
-class ExecutabilityPenalty:
+class Penalty(ABC):
+    """Takes from the reward of each rollout by itself; None for `interpreter_failed`, which nobody earned."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Any] | None = None,
+        *,
+        rollouts: Sequence[Rollout],
+        **columns: Any,
+    ) -> list[float | None]:
+        return [None if rollout.interpreter_failed else self._penalty(rollout) for rollout in rollouts]
+
+    @abstractmethod
+    def _penalty(self, rollout: Rollout) -> float: ...
+
+
+class ExecutabilityPenalty(Penalty):
     """-0.5 for code that does not run, else 0.0 (paper section 2.2; off in its main runs). None for
     `interpreter_failed`.
 
@@ -84,24 +103,13 @@ class ExecutabilityPenalty:
         self.__name__ = "code_executability_penalty"
         self.scope = scope
 
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Any] | None = None,
-        *,
-        rollouts: Sequence[Rollout],
-        **columns: Any,
-    ) -> list[float | None]:
-        return [None if rollout.interpreter_failed else self._penalty(rollout) for rollout in rollouts]
-
     def _penalty(self, rollout: Rollout) -> float:
         passed = [call.result.status == ExecutionStatus.OK for call in rollout.calls if call.result is not None]
         punished = not all(passed) if self.scope == "failed_code" else not any(passed)
         return EXECUTABILITY_PENALTY if punished else 0.0
 
 
-class OverlongPenalty:
+class OverlongPenalty(Penalty):
     """0.0 for a rollout with room to spare, falling to -1.0 over the last `tokens` of the budget (DAPO, section 3.4).
 
     Only tokens that the model wrote count: how long its programs ran, waited or printed is not punished. None for
@@ -112,17 +120,6 @@ class OverlongPenalty:
         self.__name__ = "overlong_penalty"
         self.tokens = tokens
         self.free_tokens = max_completion_length - tokens
-
-    def __call__(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Any] | None = None,
-        *,
-        rollouts: Sequence[Rollout],
-        **columns: Any,
-    ) -> list[float | None]:
-        return [None if rollout.interpreter_failed else self._penalty(rollout) for rollout in rollouts]
 
     def _penalty(self, rollout: Rollout) -> float:
         beyond = sum(rollout.env_mask) - self.free_tokens

@@ -19,7 +19,7 @@ from torl_trl.config import ToRLConfig
 from torl_trl.divergence import check_gradient
 from torl_trl.engines.base import Sampling
 from torl_trl.errors import UserError
-from torl_trl.filters import Filters, Group, Sample, filter_metrics
+from torl_trl.filters import Filters, Group, Sample, filter_metrics, groups_of
 from torl_trl.generation import make_generation, vllm_for_trl
 from torl_trl.metrics import Ratio, stats_metrics
 from torl_trl.padding import score_completions_only, without_padding
@@ -163,7 +163,7 @@ class ToRLTrainer(SkippingTrainer):
             for sample, values in zip(samples, scores, strict=True):
                 sample.scores = values
             normalize_each = self.multi_objective_aggregation == "normalize_then_sum"
-            for group in self._groups(samples):
+            for group in groups_of(samples, self.num_generations):
                 filters.drop_group(group, self.reward_weights.tolist(), normalize_each=normalize_each)
 
     def _refilled(self, samples: list[Sample]) -> list[Sample]:
@@ -173,15 +173,12 @@ class ToRLTrainer(SkippingTrainer):
         def sample_groups(problems: list[int], position: int, offset: int) -> list[Group]:
             rows = [dict(row) for problem in problems for row in [self.train_dataset[problem]] * self.num_generations]
             seed = hash((self.args.seed, 2, self._rollouts_step, position))
-            return self._groups(self._sample(rows, first_place + offset * self.num_generations, seed))
+            place = first_place + offset * self.num_generations
+            return groups_of(self._sample(rows, place, seed), self.num_generations)
 
-        groups, left_out = self._refill.fill(self._groups(samples), sample_groups)
+        groups, left_out = self._refill.fill(groups_of(samples, self.num_generations), sample_groups)
         self._left_out = [sample for group in left_out for sample in group]
         return [sample for group in groups for sample in group]
-
-    def _groups(self, samples: list[Sample]) -> list[Group]:
-        size = self.num_generations
-        return [samples[start : start + size] for start in range(0, len(samples), size)]
 
     def _start_grading(self, rollout: Rollout, row: Row) -> None:
         for function in self._accuracy_rewards:
