@@ -19,6 +19,7 @@ from torl_report.paper import PAPER_CURVES
 from torl_report.sampling import choose_groups, read_groups
 from torl_report.series import MAX_POINTS, METRIC_SECTIONS, draw_sections
 from torl_trl.errors import UserError
+from torl_trl.filters import Drop
 from torl_trl.records import write_rollouts
 
 LINES = [
@@ -175,6 +176,22 @@ def test_curves_say_what_was_not_logged_and_what_was_always_zero():
     assert [curve["name"] for curve in panels_of(sections)["Interpreter statuses"]["curves"]] == ["ok"]
     assert panels_of(sections)["Reward"]["curves"][0]["y"] == [0, 0, 0]
     assert {"Entropy", "Importance-sampling ratio (sampling/importance_sampling_ratio/*)"} <= set(missing)
+
+
+def test_filters_and_alarms_have_curves_of_their_own():
+    metrics = {f"filter/{reason}": 0.0 for reason in Drop} | {"filter/dead_group": 0.6, "filter/full": 0.9}
+    metrics |= {"filter/extra_generation": 1.5, "alarm/entropy": 1.0, "alarm/repetition": 0.0, "repetition": 0.2}
+    sections, _ = draw_sections({"run": [{"step": 1, "split": "train"} | metrics]}, METRIC_SECTIONS)
+    drawn = {title: [curve["name"] for curve in panel["curves"]] for title, panel in panels_of(sections).items()}
+    assert drawn == {
+        "Sentinels": ["training"],
+        "Left out of the loss": ["dead group"],
+        "Full groups": ["training"],
+        "Refills": ["training"],
+        "Alarms": ["entropy"],
+    }
+    (section,) = [section for section in sections if section["heading"] == "Filters and alarms"]
+    assert "Alarms (repetition)" in section["zero"]
 
 
 def test_the_papers_curves_stand_beside_ours_and_only_there():

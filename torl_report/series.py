@@ -13,6 +13,7 @@ from typing import Any
 
 from torl_report.curves import Points, metric_points, running_mean
 from torl_report.paper import PAPER_CURVES
+from torl_trl.filters import Drop
 
 Lines = Sequence[Mapping[str, Any]]
 """Lines of a run's metrics.jsonl."""
@@ -107,7 +108,30 @@ METRIC_SECTIONS: dict[str, tuple[Panel, ...]] = {
             },
         ),
         Panel("Stop reasons", "share of completions", {}, prefix="stop/", is_share=True),
-        Panel("Sentinels", "share of completions", {}, prefix="sentinel/"),
+        Panel("Sentinels", "share of completions", {"repetition": "ends in a loop"}, prefix="sentinel/"),
+    ),
+    "Filters and alarms": (
+        Panel(
+            "Left out of the loss",
+            "share of all sampled rollouts",
+            {f"filter/{reason}": reason.replace("_", " ") for reason in Drop},
+            is_share=True,
+            has_eval=False,
+        ),
+        Panel(
+            "Full groups",
+            "share of the step's groups that train",
+            {"filter/full": "full"},
+            is_share=True,
+            has_eval=False,
+        ),
+        Panel(
+            "Refills",
+            "rollouts sampled beyond the step's own, for each of those",
+            {"filter/extra_generation": "extra"},
+            has_eval=False,
+        ),
+        Panel("Alarms", "1: on", {}, prefix="alarm/", is_share=True, has_eval=False),
     ),
     "Optimisation": (
         Panel("Entropy", "nats per token", {"entropy": "entropy"}, has_eval=False),
