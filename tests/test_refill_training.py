@@ -221,6 +221,15 @@ def test_a_rollout_whose_interpreter_failed_is_sampled_again(tmp_path, grader, c
     assert [row["dropped"] for row in rows_of(tmp_path / "b", 1)] == ["interpreter_failed"] * 4 + [None] * 4
 
 
+def test_a_dead_interpreter_is_not_asked_for_refills(tmp_path, grader):
+    interpreter = FakeInterpreter(lambda code: InterpreterUnavailable("down"))
+    options = {"interpreter": interpreter, "interpreter_retries": 0, "drop_dead_groups": True, "refill_limit": 4.0}
+    trainer = filtering(tmp_path, grader, dict.fromkeys(range(8), LIVE), **options)
+    with pytest.raises(UserError, match="failed in 4 of 8 rollouts of train step 1, more than max_interpreter_fail"):
+        trainer.train()
+    assert len(rows_of(tmp_path, 1)) == 8 and len(interpreter.codes) == 4
+
+
 def test_rewards_that_cannot_be_had_early_are_refused(tmp_path, grader):
     async def slow(prompts, completions, completion_ids, **columns):
         return [0.0] * len(prompts)

@@ -121,7 +121,7 @@ class ToRLTrainer(SkippingTrainer):
         place = self._recorder.first_place(mode, step, len(prompts))
         seed = hash((self.args.seed, mode == "train", step, place))  # ints: the same in every process
         samples, self._left_out = self._sample(self._inputs, place, seed), []
-        if mode == "train" and self._refill is not None:
+        if mode == "train" and self._refill is not None and not self._interpreter_is_down(samples):
             samples = self._refilled(samples)
             self._inputs[:] = [sample.row for sample in samples]
         self._samples = samples
@@ -165,6 +165,12 @@ class ToRLTrainer(SkippingTrainer):
             normalize_each = self.multi_objective_aggregation == "normalize_then_sum"
             for group in groups_of(samples, self.num_generations):
                 filters.drop_group(group, self.reward_weights.tolist(), normalize_each=normalize_each)
+
+    def _interpreter_is_down(self, samples: list[Sample]) -> bool:
+        """Whether so many rollouts failed on all ranks that `_record` will stop the run. Collective."""
+        failed = [float(sample.rollout.interpreter_failed) for sample in samples]
+        failed = gather(torch.tensor(failed, device=self.accelerator.device))
+        return self._fails_too_often(Ratio(failed.sum().item(), len(failed)))
 
     def _refilled(self, samples: list[Sample]) -> list[Sample]:
         """Replace groups that train nothing by groups of further problems, as far as refill_limit allows."""
@@ -271,13 +277,16 @@ class ToRLTrainer(SkippingTrainer):
 
     def _check_interpreter(self, failures: Ratio, mode: str, step: int) -> None:
         """Stop a run whose interpreter fails: what is left to train on is not what was asked for. On all ranks."""
-        limit = self.args.max_interpreter_failures
-        if failures.numerator > limit * failures.denominator:
+        if self._fails_too_often(failures):
             raise UserError(
                 f"The interpreter {self.args.interpreter!r} failed in {failures.numerator:.0f} of "
                 f"{failures.denominator:.0f} rollouts of {mode} step {step}, more than max_interpreter_failures: "
-                f"{limit} allows: mend it (the log says why it failed), then go on with resume_from_checkpoint: true."
+                f"{self.args.max_interpreter_failures} allows: mend it (the log says why it failed), then go on with "
+                "resume_from_checkpoint: true."
             )
+
+    def _fails_too_often(self, failures: Ratio) -> bool:
+        return failures.numerator > self.args.max_interpreter_failures * failures.denominator
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         mode = self._mode
