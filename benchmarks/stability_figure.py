@@ -32,7 +32,7 @@ PANELS: tuple[tuple[str, str, str, str, Callable[[Path], Points]], ...] = (
     ("dead", "60 % of groups dead", "groups that train", "step", live_groups_by_step),
 )
 """Task, title, units of y and x, and what is drawn of a run."""
-SHOWN = ("paper", "void", "refill", "plus", "plus_twice")
+SHOWN = ("paper", "void", "refill", "plus", "plus_once")
 """The switches whose runs are drawn; more lines could not be told apart."""
 
 

@@ -45,7 +45,7 @@ REFILL = {"drop_dead_groups": True, "refill_limit": 3.0}
 MASK = {"mask_truncated_completions": True}
 NO_STD = {"scale_rewards": "none"}
 CLIP_HIGHER = {"epsilon_high": 0.28, "num_iterations": 2}
-PLUS = VOID | REFILL | MASK | NO_STD | {"resample_failures": 1}
+PLUS_ONCE = VOID | REFILL | MASK | NO_STD | {"resample_failures": 1}
 SWITCHES: dict[str, dict[str, Any]] = {
     "paper": {},
     "void": VOID,
@@ -55,8 +55,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "no_std": NO_STD,
     "clip_higher": CLIP_HIGHER,
     "double_rate": {"learning_rate": 8e-4},  # a control: what the second update of clip_higher does
-    "plus": PLUS,
-    "plus_twice": PLUS | CLIP_HIGHER,
+    "plus": PLUS_ONCE | CLIP_HIGHER,
+    "plus_once": PLUS_ONCE,  # one update per rollout
 }
 """What is switched on, over the paper's settings; `plus` is what qwen1.5b_plus.yaml has."""
 
@@ -85,20 +85,20 @@ VARIANTS = {
     f"{variant.task}/{variant.switches}": variant
     for variant in (
         Variant("tiny", "paper", 70, THREE),
-        Variant("tiny", "plus_twice", 30, THREE),
-        Variant("tiny", "plus", 50, THREE),
+        Variant("tiny", "plus", 30, THREE),
+        Variant("tiny", "plus_once", 40, THREE),
+        Variant("tiny", "double_rate", 40, TWO),
         Variant("dead", "refill", 25, THREE),
-        Variant("dead", "paper", 25, THREE),
         Variant("hard", "paper", 30, THREE),
-        Variant("hard", "void", 30, THREE),
         Variant("hard", "plus", 30, THREE),
-        Variant("hard", "plus_twice", 30, THREE),
-        Variant("hard", "refill", 30, TWO),
+        Variant("hard", "void", 30, THREE),
+        Variant("hard", "plus_once", 30, THREE),
         Variant("tiny", "clip_higher", 30, TWO),
-        Variant("tiny", "refill", 50, TWO),
+        Variant("dead", "paper", 25, TWO),
+        Variant("hard", "refill", 30, TWO),
+        Variant("tiny", "refill", 40, TWO),
         Variant("tiny", "void", 40, TWO),
         Variant("tiny", "no_std", 40, TWO),
-        Variant("tiny", "double_rate", 40, TWO),
         Variant("tiny", "mask", 40, ONE),
         Variant("tiny", "penalty", 40, ONE),
     )

@@ -136,6 +136,7 @@ def test_a_plus_run_is_the_paper_s_run_with_the_switches_on(base):
     paper, plus = values(f"{base}.yaml"), values(f"{base}_plus.yaml")
     switches = {"drop_void_turns", "drop_dead_groups", "refill_limit", "mask_truncated_completions", "scale_rewards"}
     switches |= {"resample_failures", "stop_at_grad_norm", "hang_timeout", "max_tool_calls", "output_dir"}
+    switches |= {"num_iterations", "epsilon_high"}
     correction = {f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max")}
     assert {key for key in paper.keys() | plus.keys() if paper.get(key) != plus.get(key)} == switches | correction
     assert not switches & {"drop_void_turns", "drop_dead_groups"} & paper.keys()

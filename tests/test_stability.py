@@ -7,7 +7,7 @@ import stability
 import yaml
 from report_runs import rollout
 from stability_measures import measure, read_sampled
-from stability_variants import DEAD_SHARE, PLUS, RECIPE, VARIANTS, write_problems
+from stability_variants import DEAD_SHARE, RECIPE, SWITCHES, VARIANTS, write_problems
 
 from torl_trl.command_line import parse_arguments
 from torl_trl.records import rollouts_path, write_rollouts
@@ -94,7 +94,7 @@ def test_variants_are_chosen_by_pattern_and_a_pattern_without_any_is_said():
 
 def test_a_variant_that_trains_twice_on_a_batch_makes_twice_the_steps_of_the_same_batches(tmp_path):
     problems = write_problems(tmp_path)
-    paper, plus = (VARIANTS[f"tiny/{name}"].options(problems, steps=10) for name in ("paper", "plus_twice"))
+    paper, plus = (VARIANTS[f"tiny/{name}"].options(problems, steps=10) for name in ("paper", "plus"))
     assert (paper["max_steps"], plus["max_steps"]) == (10, 20)
     assert plus["eval_steps"] == 2 * paper["eval_steps"]
 
@@ -109,7 +109,8 @@ def test_the_recipe_takes_the_options_of_every_variant(name, tmp_path):
 
 def test_plus_is_what_the_plus_recipe_switches_on():
     recipe = yaml.safe_load((RECIPE.parent / "qwen1.5b_plus.yaml").read_text(encoding="utf-8"))
-    assert {option: recipe[option] for option in PLUS} == PLUS
+    plus = SWITCHES["plus"]
+    assert {option: recipe[option] for option in plus} == plus
 
 
 def test_a_share_of_the_dead_task_has_no_right_answer_and_the_rest_is_as_it_was(tmp_path):
