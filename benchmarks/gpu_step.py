@@ -119,7 +119,7 @@ class StepReport(TrainerCallback):
         self.trainer: ToRLTrainer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._generation.decodes = state.global_step == STEPS - 1
+        self.trainer.phase.generation.decodes = state.global_step == STEPS - 1
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -151,7 +151,7 @@ class StepReport(TrainerCallback):
         }
         tokens = logs["completions/mean_length"] * work.generation_batch_size
         found |= {"sampled_tokens": tokens, "sampled_tokens_per_second": tokens / self._seconds}
-        if self.trainer._generation.decodes:
+        if self.trainer.phase.generation.decodes:
             found["generated_tokens_per_second"] = tokens / generating
         self._written(state.global_step, found)
 
@@ -192,7 +192,7 @@ def train(part: str, sizes: Sizes, folder: Path, interpreter: Interpreter, grade
         peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer._generation = ScriptedGeneration(trainer._generation, work.scripts(tokenizer), decodes=False)
+    trainer.phase.generation = ScriptedGeneration(trainer.phase.generation, work.scripts(tokenizer), decodes=False)
     facts = {"engine": sizes.engine, "rollouts": work.rollouts, "completion_tokens": work.completion_tokens}
     write({f"{part}/{what}": fact for what, fact in facts.items()})
     trainer.train()

@@ -118,7 +118,7 @@ def make_trainers(
         processing_class=tokenizer,
         callbacks=[MetricsFile(folder / "ours"), StepClock()],
     )
-    ours._generation = ScriptedGeneration(ours._generation, scripts, decodes=interpreter is not None)
+    ours.phase.generation = ScriptedGeneration(ours.phase.generation, scripts, decodes=interpreter is not None)
     if interpreter is None:
         rollout_func = given_rollouts(scripts, tokenizer, args.rollout_config())
     else:

@@ -1,7 +1,7 @@
 """Steps whose rollouts are written in advance, so that trainers can be timed with the same tokens.
 
     work = Work(prompts=4, generations=8)
-    trainer._generation = ScriptedGeneration(trainer._generation, work.scripts(tokenizer), decodes=True)
+    trainer.phase.generation = ScriptedGeneration(trainer.phase.generation, work.scripts(tokenizer), decodes=True)
 
 Each rollout makes one tool call, whose program is real, and ends with an answer, right in every other one. Random
 weights never write code: to decode for real, an engine samples as many tokens as the script has, and the script's ids

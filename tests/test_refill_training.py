@@ -42,7 +42,7 @@ class ProblemTrainer(ToRLTrainer):
     texts: dict[str, list[str]]
 
     def rollout(self, prompts):
-        self._generation.engine = lambda sampling: nullcontext(ProblemEngine(self))
+        self.phase.generation.engine = lambda sampling: nullcontext(ProblemEngine(self))
         return super().rollout(prompts)
 
 

@@ -52,7 +52,7 @@ class ScriptedTrainer(ToRLTrainer):
         texts = [self.texts[i % len(self.texts)] for i in range(len(prompts))]
         scripts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         engine = ScriptedEngine(scripts, tokenizer, eos_token_id=0, vocab_size=len(tokenizer), mode="rounds")
-        self._generation.engine = lambda sampling: nullcontext(engine)
+        self.phase.generation.engine = lambda sampling: nullcontext(engine)
         return super().rollout(prompts)
 
 
@@ -145,7 +145,7 @@ def test_a_half_precision_copy_generates_with_the_present_weights(tmp_path, grad
         tmp_path, grader, trainer_class=ToRLTrainer, generation_dtype="bfloat16", max_completion_length=8, max_steps=2
     )
     trainer.train()
-    copied = trainer._generation.copy.at(2)
+    copied = trainer.phase.generation.copy.at(2)
     for copy, source in zip(copied.parameters(), trainer.model.parameters(), strict=True):
         assert copy.dtype == torch.bfloat16 and torch.equal(copy, source.to(torch.bfloat16))
 

@@ -41,7 +41,8 @@ class RolloutPhase:
     ):
         self.on_rollouts: Callable[[str, RolloutStats, Engine], None] | None = None
         """Called with the title as a phase starts and after each step of its engine."""
-        self._generation = generation
+        self.generation = generation
+        """What opens the engine of a phase; it may be replaced by one that has engines of its own."""
         self._interpreter = interpreter
         self._tokenizer = tokenizer
         self._config = config
@@ -75,7 +76,7 @@ class RolloutPhase:
                 stats=stats,
             )
 
-        with self._generation.engine(sampling) as engine, bar:
+        with self.generation.engine(sampling) as engine, bar:
             show(stats)
             rollouts = sample(engine, range(len(rows)), seed) if rows else []
             for attempt in range(1, self._resamples + 1):

@@ -91,9 +91,8 @@ class ToRLTrainer(SkippingTrainer):
         check_setup(self, interpreter)
         if self.accelerator.device.type == "cpu":
             score_completions_only()
-        self._generation = make_generation(self)
         self.phase = RolloutPhase(
-            self._generation,
+            make_generation(self),
             interpreter,
             self.processing_class,
             args.rollout_config(),
@@ -107,7 +106,7 @@ class ToRLTrainer(SkippingTrainer):
             self._refill = Refill(len(train_dataset), args.seed, args.refill_limit, self.accelerator)
         named = eval_dataset is not None and "benchmark" in eval_dataset.column_names
         benchmarks = eval_dataset.unique("benchmark") if named else ()
-        self._recorder = Recorder(args, self.accelerator, self._generation.name, benchmarks)
+        self._recorder = Recorder(args, self.accelerator, self.phase.generation.name, benchmarks)
 
     # --- rollouts -----------------------------------------------------------------------------------------------
 
