@@ -25,7 +25,7 @@ from torl_trl.command_line import parse_arguments
 from torl_trl.config import ToRLConfig
 from torl_trl.data import DataError
 from torl_trl.errors import UserError
-from torl_trl.records import read_rollouts
+from torl_trl.records import read_rollouts, rollouts_path
 from torl_trl.script_arguments import ToRLScriptArguments
 
 RECIPES = ROOT / "recipes"
@@ -235,9 +235,11 @@ def test_a_recipe_runs_dry(name, tmp_path):
 
     train, evaluations = metrics(folder), metrics(folder, "eval")
     assert [line["step"] for line in train] == [1, 2] and [line["step"] for line in evaluations] == [0, 2]
-    assert all(math.isfinite(line[key]) for line in train for key in ("reward", "loss", "grad_norm", "accuracy"))
+    assert all(math.isfinite(line[key]) for line in train for key in ("loss", "grad_norm"))
+    sampling = range(0, 2, given.get("num_iterations", 1))  # a second update has no rollouts of its own
+    assert all(math.isfinite(train[step][key]) for step in sampling for key in ("reward", "accuracy"))
     assert all(math.isfinite(line["accuracy"]) for line in evaluations)
-    table = read_rollouts(folder / "rollouts" / "step_000002.parquet").to_pylist()
+    table = read_rollouts(rollouts_path(folder, sampling[-1] + 1, "train")).to_pylist()
     assert len(table) == 4 * given["num_generations"]
     ran = any("ran a program" in line for line in lines)
     assert ran == ("the interpreter" in lines[-1].partition(";")[0]) == (given["max_tool_calls"] > 0)
