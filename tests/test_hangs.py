@@ -19,6 +19,7 @@ LAUNCHER_SECONDS = 30 + 5
 
 WATCHED = """
 import ctypes, os, queue, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would ignore it
 from torl_guards.heartbeat import Heartbeat
 
 def stands_still():

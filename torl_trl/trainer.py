@@ -168,8 +168,8 @@ class ToRLTrainer(SkippingTrainer):
     def _interpreter_is_down(self, samples: list[Sample]) -> bool:
         """Whether so many rollouts failed on all ranks that `_record` will stop the run. Collective."""
         failed = [float(sample.rollout.interpreter_failed) for sample in samples]
-        failed = gather(torch.tensor(failed, device=self.accelerator.device))
-        return self._fails_too_often(Ratio(failed.sum().item(), len(failed)))
+        of_all = gather(torch.tensor(failed, device=self.accelerator.device))
+        return self._fails_too_often(Ratio(of_all.sum().item(), len(of_all)))
 
     def _refilled(self, samples: list[Sample]) -> list[Sample]:
         """Replace groups that train nothing by groups of further problems, as far as refill_limit allows."""
