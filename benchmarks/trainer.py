@@ -51,6 +51,7 @@ from torl_trl.engines.base import Sampling
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.metrics_file import MetricsFile
 from torl_trl.rollout import Rollout, RolloutConfig
+from torl_trl.skipping import SkippingTrainer
 
 RESULTS = Path(__file__).parent / "results" / "trainer.json"
 SIZES = {"1M": (128, 4, 352), "3M": (256, 4, 704)}
@@ -63,7 +64,7 @@ class SwitchedToRLTrainer(ToRLTrainer):
     bare = False
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        return (GRPOTrainer if self.bare else ToRLTrainer)._compute_loss(self, model, inputs)
+        return (SkippingTrainer if self.bare else ToRLTrainer)._compute_loss(self, model, inputs)
 
 
 def rollout_columns(rollouts: list[Rollout]) -> dict[str, list]:
