@@ -82,6 +82,8 @@ class HubStandIn:
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
                 self.send_header("X-Repo-Commit", "0" * 40)
+                if self.close_connection:  # said, or the client's next request may meet the closing connection
+                    self.send_header("Connection", "close")
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(content)
