@@ -116,6 +116,7 @@ def test_servers_are_one_url_or_several_or_a_host_and_port(tmp_path):
         ({"save_rollouts_every": 0}, "save_rollouts_every is 0"),
         ({"max_observation_chars": 3}, "max_observation_chars is 3"),
         ({"steps_per_generation": 4, "gradient_accumulation_steps": 1, "save_steps": 3}, "save_steps is 3"),
+        ({"num_iterations": 2, "max_steps": 1000, "save_steps": 0.005}, "save_steps is 0.005"),  # every 5 steps
     ],
 )
 def test_an_impossible_value_is_one_sentence(options, message, tmp_path):
@@ -123,6 +124,11 @@ def test_an_impossible_value_is_one_sentence(options, message, tmp_path):
         config(tmp_path, **options)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("hang_timeout", "expected"), [(None, 1800), (600.0, 1800), (3600.0, 3660)])
+def test_ranks_wait_for_one_that_hangs_until_its_stacks_are_written(hang_timeout, expected, tmp_path):
+    assert config(tmp_path, hang_timeout=hang_timeout).ddp_timeout == expected
 
 
 def test_our_own_fields_stay_few():

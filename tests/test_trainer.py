@@ -1,7 +1,11 @@
 """ToRLTrainer on TRL: what reaches the loss, the rewards, the metrics and the files."""
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -326,6 +330,28 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(resumed_at, tmp_
     resumed = run(broken, 8, str(broken / f"checkpoint-{resumed_at}"))
     assert problems(whole) == problems(broken)
     assert torch.equal(weights, resumed)
+
+
+def test_two_ranks_resumed_in_their_second_epoch_are_the_unbroken_run(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(Path(__file__).parent / "two_ranks_resuming.py"), str(tmp_path)]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ended = {
+        tuple(line.split(" ", 3)[1:3]): line.split(" ", 3)[3] for line in done.stdout.splitlines() if "rank" in line
+    }
+    assert len(ended) == 4 and len(set(ended.values())) == 1
+
+
+def test_a_resume_inside_a_generation_cycle_is_said(tmp_path, grader, caplog):
+    options = {"trainer_class": ToRLTrainer, "interpreter": FakeInterpreter(lambda code: ok("1"))}
+    options |= {"max_completion_length": 10, "num_iterations": 2, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path, grader, max_steps=3, **options).train()  # a run saves at its end, too
+    for step, said in ((2, 0), (3, 1)):
+        again = make_trainer(tmp_path, grader, max_steps=4, **options)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert caplog.text.count("lies inside a generation cycle of 2 micro-steps") == said
 
 
 @pytest.mark.parametrize("steps", [2, 4])  # inside an epoch of 4 steps, and at its end

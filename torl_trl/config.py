@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from accelerate.utils import is_deepspeed_available, parse_flag_from_env
 from trl import GRPOConfig
 
@@ -45,7 +46,9 @@ class ToRLConfig(GRPOConfig):
     max_completion_length: int | None = field(
         default=3072, metadata={"help": "Token budget of a rollout: model text and observations of all turns."}
     )
-    lr_scheduler_type: str = field(default="constant", metadata={"help": "Learning rate schedule. Paper: constant."})
+    lr_scheduler_type: str = field(
+        default="constant", metadata={"help": "Learning rate schedule. Released code: constant."}
+    )
     vllm_importance_sampling_correction: bool = field(
         default=False, metadata={"help": "Correct for engine and trainer differences. The paper has none."}
     )
@@ -147,14 +150,16 @@ class ToRLConfig(GRPOConfig):
         metadata={
             "help": "End the run, with all stacks in `output_dir`/hang_rank*.txt, after that many seconds without any "
             "movement. Must be longer than the longest stretch that is silent: a round of the transformers engine, "
-            "the wait of a process for the rollouts of the others, the grading of a step, a micro-batch, a save."
+            "the wait of a process for the rollouts of the others, a turn of a vLLM server, the grading of a "
+            "step, a micro-batch, a save."
         },
     )
     save_rollouts_every: int = field(
-        default=10, metadata={"help": "Steps between rollout files with full text; ids and rewards are always kept."}
+        default=10,
+        metadata={"help": "Steps between rollout files with full text; problem ids and rewards are always kept."},
     )
     hub_branch_per_save: bool = field(
-        default=False, metadata={"help": "Keep each save that is pushed as a branch step-N, beside main."}
+        default=False, metadata={"help": "Keep each save that is pushed as a branch such as step-000020, beside main."}
     )
 
     def __post_init__(self) -> None:
@@ -163,6 +168,9 @@ class ToRLConfig(GRPOConfig):
             derive_batch(self, self.prompts_per_step)
         if self.gradient_accumulation_steps is None:
             self.gradient_accumulation_steps = 1
+        # Or the ranks that wait for the one that hangs end first. (Other values are refused below.)
+        if isinstance(self.hang_timeout, (int, float)) and 0 < self.hang_timeout < math.inf:
+            self.ddp_timeout = max(self.ddp_timeout, math.ceil(self.hang_timeout) + 60)
         super().__post_init__()
         self._check_processes()
         self.interpreter_options = self._parsed_interpreter_options()
@@ -173,6 +181,12 @@ class ToRLConfig(GRPOConfig):
         check_filters(self)
         if self.use_vllm:
             self._check_vllm()
+
+    @property
+    def device(self) -> torch.device:
+        """Without the index that accelerate gives a rank's CPU: torch reads no optimizer's state to `cpu:0`."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     def to_dict(self) -> dict[str, Any]:
         """The options as plain values, without secrets: trackers store it."""
@@ -305,8 +319,8 @@ class ToRLConfig(GRPOConfig):
         if self.temperature <= 0:
             raise UserError(f"temperature is {self.temperature!r}: training samples, give a value above 0.")
         cycle = self.steps_per_generation * self.num_iterations
-        steps = self.save_steps * self.gradient_accumulation_steps
-        if self.save_strategy == "steps" and self.save_steps >= 1 and steps % cycle:
+        every = self.save_steps if self.save_steps >= 1 else math.ceil(self.save_steps * max(self.max_steps, 0))
+        if self.save_strategy == "steps" and every * self.gradient_accumulation_steps % cycle:
             raise UserError(
                 f"save_steps is {self.save_steps}, which cuts a generation cycle of {cycle} micro-steps, so that a "
                 f"resumed run would differ: make save_steps x gradient_accumulation_steps a multiple of {cycle}."

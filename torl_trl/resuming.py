@@ -1,5 +1,6 @@
 """A resumed run ends as the unbroken one would have: order of problems, random numbers, and no step too many."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
 from torl_trl.refill import Refill
+
+logger = logging.getLogger(__name__)
 
 
 class EpochSampler(Sampler[int]):
@@ -23,7 +26,7 @@ class EpochSampler(Sampler[int]):
         self.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by transformers' Trainer, through accelerate's data loader, before each epoch."""
+        """To be called before each epoch."""
         if self.sampler.shuffle:
             self.sampler.generator.manual_seed(self.sampler.seed + epoch)
 
@@ -38,24 +41,40 @@ class ResumingTrainer(GRPOTrainer):
     """GRPOTrainer whose checkpoints hold what is needed to go on; transformers calls these methods."""
 
     _refill: Refill | None = None
+    _train_sampler: EpochSampler
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> EpochSampler:
-        return EpochSampler(super()._get_train_sampler(dataset))
+        self._train_sampler = EpochSampler(super()._get_train_sampler(dataset))
+        return self._train_sampler
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        if self._refill is not None and self.is_world_process_zero():
+        if self._refill is not None and self.args.should_save:
             self._refill.save(Path(output_dir))
         self.accelerator.wait_for_everyone()  # see torl_trl.checkpoints
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
-        if self._refill is not None and checkpoint is not None:
+        if checkpoint is None:
+            return
+        if self._refill is not None:
             self._refill.load(Path(checkpoint))
+        cycle = self.args.steps_per_generation * self.num_iterations
+        if self.state.global_step * self.args.gradient_accumulation_steps % cycle:
+            logger.warning(
+                "%s lies inside a generation cycle of %d micro-steps: the rollouts of its last step are not kept, so "
+                "the resumed run is not the unbroken one.",
+                *(checkpoint, cycle),
+            )
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Transformers sees that a run is at its end only after a step: a finished one would train one more."""
+    def _run_epoch(self, *args: Any, epoch: int, **kwargs: Any) -> None:
+        """Mends two faults of transformers in a resumed run.
+
+        It sees that a run is at its end only after a step, so that a finished one would train one more. And where
+        ranks share a data loader whose first batches are skipped, it passes the epoch's number on to nobody.
+        """
         if 0 < self.state.max_steps <= self.state.global_step:
             self.control.should_training_stop = True
         else:
-            super()._run_epoch(*args, **kwargs)
+            self._train_sampler.set_epoch(epoch)
+            super()._run_epoch(*args, epoch=epoch, **kwargs)

@@ -1,0 +1,46 @@
+"""A run of two ranks, unbroken and resumed in its second epoch; each rank prints both runs' problems and weights.
+
+Run by torchrun with a folder. An epoch has 4 steps of 2 problems.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from test_trainer import first_token_reward, make_trainer
+from toys import FakeInterpreter, ok
+
+from torl_grading import Grader
+from torl_trl import AccuracyReward, ToRLTrainer
+from torl_trl.records import read_rollouts
+
+BROKEN_AT, STEPS = 5, 8
+
+
+def run(folder: Path, grader: Grader, max_steps: int, checkpoint: str | None = None) -> str:
+    trainer = make_trainer(
+        folder,
+        grader,
+        interpreter=FakeInterpreter(lambda code: ok("1")),
+        rewards=[AccuracyReward(grader), first_token_reward],
+        trainer_class=ToRLTrainer,
+        per_device_train_batch_size=4,
+        max_completion_length=10,
+        max_steps=max_steps,
+        save_strategy="steps",
+        save_steps=BROKEN_AT,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    files = [folder / "rollouts" / f"step_{step:06d}.parquet" for step in range(1, max_steps + 1)]
+    problems = [sorted(set(read_rollouts(file)["problem_id"].to_pylist())) for file in files]
+    weights = sum(parameter.double().abs().sum().item() for parameter in trainer.model.parameters())
+    return f"{problems} {weights!r}"
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    with Grader(num_workers=1) as grader:
+        unbroken = run(folder / "unbroken", grader, STEPS)
+        run(folder / "broken", grader, BROKEN_AT)
+        resumed = run(folder / "broken", grader, STEPS, str(folder / "broken" / f"checkpoint-{BROKEN_AT}"))
+    sys.stdout.write(f"rank {os.environ['RANK']} unbroken {unbroken}\nrank {os.environ['RANK']} resumed {resumed}\n")
