@@ -67,7 +67,7 @@ def test_an_update_without_anything_to_train_leaves_the_weights_alone(options, t
     assert updates.moved == [tokens > 0 for tokens in updates.tokens]
     assert 0 < sum(updates.moved) < 16
     lines = train_lines(tmp_path)
-    assert [line.get("filter/skipped_step") for line in lines] == [None if moved else 1 for moved in updates.moved]
+    assert [line.get("filter/skipped_step") for line in lines] == [not moved for moved in updates.moved]
     said = [f"Step {line['step']} trains nothing" in caplog.text for line in lines]
     assert said == [not moved for moved in updates.moved]
     assert all("step_time" in line for line in lines)
@@ -82,7 +82,7 @@ def test_an_update_of_two_generation_batches_trains_with_the_one_that_has_someth
     updates = Updates(trainer)
     trainer.train()
     (line,) = train_lines(tmp_path)
-    assert updates.moved == [True] and line["grad_norm"] > 0 and "filter/skipped_step" not in line
+    assert updates.moved == [True] and line["grad_norm"] > 0 and line["filter/skipped_step"] == 0
 
 
 def test_micro_batches_without_anything_to_train_are_in_no_mean(tmp_path, grader):
@@ -106,11 +106,17 @@ def test_rollouts_that_are_left_out_keep_their_length_in_the_metrics(tmp_path, g
     assert measured[2]["completions/min_length"] > 0  # a step that trains nothing has lengths too
 
 
+def test_the_metric_of_skipped_updates_is_their_share_of_those_that_are_logged_together(tmp_path, grader):
+    options = {"drop_dead_groups": True, "max_steps": 4, "logging_steps": 4}
+    filtering(tmp_path, grader, {0: LIVE, 1: LIVE}, **options).train()
+    assert [line["filter/skipped_step"] for line in train_lines(tmp_path)] == [0.75]
+
+
 def test_the_schedule_goes_on_through_a_skipped_step(tmp_path, grader):
     options = {"lr_scheduler_type": "linear", "max_steps": 4}
     filtering(tmp_path, grader, {0: LIVE, 1: LIVE}, drop_dead_groups=True, **options).train()
     lines = train_lines(tmp_path)
-    assert [line.get("filter/skipped_step") for line in lines] == [None, 1, 1, 1]
+    assert [line.get("filter/skipped_step") for line in lines] == [0, 1, 1, 1]
     assert [line["learning_rate"] for line in lines] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
@@ -125,7 +131,7 @@ def on_two_processes(folder: Path, config: str) -> list[tuple[float, ...]]:
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     names = ("loss", "grad_norm", "learning_rate")
-    return [(*(line[name] for name in names), line.get("filter/skipped_step", 0)) for line in train_lines(folder)]
+    return [(*(line[name] for name in names), line["filter/skipped_step"]) for line in train_lines(folder)]
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ def test_the_metrics_count_every_rollout_that_was_sampled():
     assert (ratios["filter/dead_group"].numerator, ratios["filter/dead_group"].denominator) == (2, 6)
     assert (ratios["filter/surplus"].numerator, ratios["filter/void_turn"].numerator) == (2, 0)
     assert (ratios["filter/full"].numerator, ratios["filter/full"].denominator) == (1, 2)
+    assert filter_metrics(step[:3], left_out, group_size=2)["filter/full"].denominator == 0  # ranks share a group
     assert (ratios["filter/extra_generation"].numerator, ratios["filter/extra_generation"].denominator) == (2, 4)
 
 

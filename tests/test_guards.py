@@ -1,5 +1,6 @@
 """Alarms for a collapse, and the stop before a broken update."""
 
+import contextlib
 import json
 import logging
 import math
@@ -18,9 +19,11 @@ from torl_guards.alarms import WINDOW, CollapseAlarms, add_alarms, collapse_alar
 from torl_guards.beats import Beats, watched
 from torl_trl import ToRLConfig
 from torl_trl.command_line import run_main
-from torl_trl.divergence import DivergenceError
+from torl_trl.divergence import DivergenceError, check_gradient
+from torl_trl.engines.vllm_server import VLLMServerEngine
 from torl_trl.errors import UserError
 from torl_trl.metrics import ends_in_a_loop
+from torl_trl.progress import RolloutStats
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +168,17 @@ def test_what_the_trainer_does_becomes_beats_that_name_the_place(tmp_path, grade
     assert beats.describe().startswith("Rollouts of eval step 1: 4 of 4 done, 0 in the engine, 0 calls running, ")
 
 
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_step_of_a_server_without_a_finished_turn_is_no_beat(remote):
+    places, beats = [], Beats(None)
+    beats.heartbeat = SimpleNamespace(beat=places.append)
+    engine, stats = object.__new__(VLLMServerEngine) if remote else object(), RolloutStats(rollouts=8, generating=8)
+    for done in (0, 0, 0, 1, 1):
+        stats.done = done
+        beats.on_rollouts("train step 1", stats, engine)
+    assert len(places) == (2 if remote else 5)
+
+
 def test_a_watched_run_that_moves_leaves_nothing_behind(tmp_path, grader):
     trainer = make_trainer(tmp_path, grader, max_steps=1, hang_timeout=300.0)
     before = signal.getsignal(signal.SIGINT)
@@ -231,6 +245,23 @@ def test_a_gradient_hook_that_writes_nan_stops_the_run_without_a_checkpoint(tmp_
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("Error: The gradient norm of step 1 is nan") and line.endswith("then start again.")
     assert "the last whole checkpoint is none" in line
+
+
+def test_the_batch_that_is_kept_has_all_generation_batches_of_the_update(tmp_path, grader):
+    trainer, _ = broken_trainer(tmp_path, grader, math.nan, steps_per_generation=1)
+    with pytest.raises(DivergenceError):
+        trainer.train()
+    first, second = torch.load(tmp_path / "diverged_step_2_rank_0.pt", weights_only=True)["micro_batches"]
+    assert not torch.equal(first["prompt_ids"], second["prompt_ids"])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_infinite_gradient_is_the_loss_scale_s_business_whoever_chose_fp16(precision, tmp_path, grader):
+    trainer = make_trainer(tmp_path, grader)
+    trainer.accelerator.state._mixed_precision = precision  # as `accelerate launch --mixed_precision` does
+    assert not trainer.args.fp16
+    with contextlib.nullcontext() if precision == "fp16" else pytest.raises(DivergenceError):
+        check_gradient(trainer, math.inf, [])
 
 
 def test_a_large_finite_gradient_goes_on_where_nothing_limits_it(tmp_path, grader):

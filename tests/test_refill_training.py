@@ -179,7 +179,7 @@ def test_a_step_in_which_nothing_trains_is_skipped_and_said(options, tmp_path, g
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # momentum and decay included
     assert any(not torch.equal(a, b) for a, b in zip(second, third, strict=True))
     lines = [line for line in read_metrics(tmp_path) if line["split"] == "train"]
-    assert [line.get("filter/skipped_step") for line in lines] == [None, 1, None]
+    assert [line.get("filter/skipped_step") for line in lines] == [0, 1, 0]
     assert lines[1]["filter/full"] == 0 and lines[1]["loss"] == 0
     assert "Step 2 trains nothing" in caplog.text and "Step 1 trains nothing" not in caplog.text
 

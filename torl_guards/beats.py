@@ -11,6 +11,7 @@ from torl_guards.heartbeat import Heartbeat
 from torl_interpreters.base import Interpreter
 from torl_trl import ToRLTrainer
 from torl_trl.engines.base import Engine
+from torl_trl.engines.vllm_server import VLLMServerEngine
 from torl_trl.progress import RolloutStats
 
 
@@ -27,7 +28,7 @@ def watched(trainer: ToRLTrainer, interpreter: Interpreter | None) -> AbstractCo
 
 
 class Beats(TrainerCallback):
-    """Makes the trainer's events, and each step of the engine, beats of `heartbeat`."""
+    """Makes the trainer's events, and each step of the engine, beats of `heartbeat`; of servers each finished turn."""
 
     heartbeat: Heartbeat
 
@@ -35,10 +36,14 @@ class Beats(TrainerCallback):
         self._interpreter = interpreter
         self._rollouts = "no step yet"
         self._stats, self._engine = RolloutStats(), None
+        self._moved: tuple[Any, ...] = ()
 
     def on_rollouts(self, name: str, stats: RolloutStats, engine: Engine) -> None:
         """Takes what `RolloutPhase.on_rollouts` gives."""
         self._rollouts, self._stats, self._engine = name, stats, engine
+        before, self._moved = self._moved, (name, stats.done, stats.rollouts, stats.generating, stats.executing)
+        if self._moved == before and isinstance(engine, VLLMServerEngine):
+            return  # its step looked whether a turn is done, and none was
         if stats.done < stats.rollouts:
             self.heartbeat.beat(f"rollouts of {name}: {self._counts()}")
         elif stats.done:

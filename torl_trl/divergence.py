@@ -1,8 +1,9 @@
 """The stop before an update that would break the weights."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,12 +18,12 @@ class DivergenceError(UserError):
     """A gradient norm that is no finite number, or above `stop_at_grad_norm`."""
 
 
-def check_gradient(trainer: "ToRLTrainer", norm: float) -> None:
+def check_gradient(trainer: "ToRLTrainer", norm: float, micro_batches: Sequence[Mapping[str, Any]]) -> None:
     """Keep the batch and raise `DivergenceError` where the gradient's norm, before clipping, says that it diverged.
 
     To be called by all ranks, which see the same norm, after the last micro-batch of a step and before the optimizer.
     Each rank writes its micro-batches to `output_dir`/diverged_step_N_rank_R.pt, a dict to `torch.load`: `step`,
-    `grad_norm` and `micro_batches`, the inputs of the loss. Without fp16: there the loss scale makes gradients
+    `grad_norm` and `micro_batches`, the inputs of its loss. Without fp16: there the loss scale makes gradients
     infinite now and then, and such an update is left out. (DeepSpeed has made its update by now; nothing saves it.)
     """
     args, step = trainer.args, trainer.state.global_step + 1
@@ -30,14 +31,14 @@ def check_gradient(trainer: "ToRLTrainer", norm: float) -> None:
         if args.stop_at_grad_norm is None or norm <= args.stop_at_grad_norm:
             return
         what = f"{norm:.4g}, above stop_at_grad_norm: {args.stop_at_grad_norm:g}"
-    elif args.fp16:
+    elif trainer.accelerator.mixed_precision == "fp16":  # which a launcher may have set
         return
     else:
         what = f"{norm}, which would have made every weight useless"
     folder = Path(args.output_dir)
     path = folder / f"diverged_step_{step}_rank_{args.process_index}.pt"
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"step": step, "grad_norm": norm, "micro_batches": _micro_batches(trainer)}, path)
+    torch.save({"step": step, "grad_norm": norm, "micro_batches": _on_cpu(micro_batches)}, path)
     trainer.accelerator.wait_for_everyone()  # the first rank to end ends all
     last = last_whole_checkpoint(folder)
     raise DivergenceError(
@@ -47,11 +48,9 @@ def check_gradient(trainer: "ToRLTrainer", norm: float) -> None:
     )
 
 
-def _micro_batches(trainer: "ToRLTrainer") -> list[dict[str, torch.Tensor]]:
-    """Those of this step, from the batch that TRL keeps."""
-    kept, end = trainer._buffered_inputs, trainer._step
-    positions = range(end - trainer.current_gradient_accumulation_steps, end)
+def _on_cpu(micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """Copies of their tensors; a view would be saved with all that it is a part of."""
     return [
-        {name: value.cpu() for name, value in kept[position % len(kept)].items() if torch.is_tensor(value)}
-        for position in positions
+        {name: value.to("cpu", copy=True) for name, value in inputs.items() if torch.is_tensor(value)}
+        for inputs in micro_batches
     ]

@@ -140,11 +140,12 @@ def leave_out(group: Group, reason: Drop) -> None:
 def filter_metrics(step: Sequence[Sample], left_out: Sequence[Sample], group_size: int) -> dict[str, Ratio]:
     """What the filters did on this rank: `step` are the rollouts of its step, `left_out` those sampled beyond.
 
-    `filter/<reason>`: share of all rollouts. `filter/full`: share of the step's groups with a rollout that trains.
+    `filter/<reason>`: share of all rollouts. `filter/full`: share of the step's groups with a rollout that trains;
+    none where ranks share a group.
     `filter/extra_generation`: rollouts sampled beyond the step's own, for each of those.
     """
     reasons = [sample.dropped for sample in (*step, *left_out)]
-    groups = groups_of(step, group_size)
+    groups = groups_of(step, group_size) if len(step) % group_size == 0 else []
     return {f"filter/{reason}": Ratio(reasons.count(reason), len(reasons)) for reason in Drop} | {
         "filter/full": Ratio(sum(map(trains, groups)), len(groups)),
         "filter/extra_generation": Ratio(len(left_out), len(step)),

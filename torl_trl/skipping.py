@@ -22,10 +22,12 @@ _OVER_TOKENS = ("entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean")
 class SkippingTrainer(PushingTrainer):
     """GRPOTrainer that leaves the weights alone where nothing trains: AdamW moves them without gradients, too."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._update_inputs: list[dict[str, Any]] = []  # of the present update's micro-batches, once through the model
+        super().__init__(*args, **kwargs)
+
     _tokens: Sequence[int] = ()
     """That train, of all ranks, in each micro-batch of the present generation batch; none before the first."""
-    _update_trains = False
-    """Whether a micro-batch of the present update went through the model."""
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs
@@ -52,9 +54,9 @@ class SkippingTrainer(PushingTrainer):
             return super()._compute_loss(model, inputs)
         trains = not self._tokens or self._tokens[self._step % len(self._tokens)] > 0
         # The last micro-batch of an update makes ranks exchange gradients, and DeepSpeed make its step.
-        if not trains and not (self._update_trains and self.accelerator.sync_gradients):
+        if not trains and not (self._update_inputs and self.accelerator.sync_gradients):
             raise _NothingToTrain
-        self._update_trains = True
+        self._update_inputs.append(inputs)
         lengths = {name: len(values) for name, values in self._metrics["train"].items()}
         loss = super()._compute_loss(model, inputs)
         if not trains:
@@ -64,14 +66,14 @@ class SkippingTrainer(PushingTrainer):
         return loss
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        return super()._clip_grad_norm(model) if self._update_trains else None
+        return super()._clip_grad_norm(model) if self._update_inputs else None
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """Called once an update, right before the optimizer's step."""
-        trains, self._update_trains = self._update_trains, False
+        trains, self._update_inputs = bool(self._update_inputs), []
+        self._metrics["train"]["filter/skipped_step"].append(float(not trains))
         if trains:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._metrics["train"]["filter/skipped_step"].append(1.0)
         if self.accelerator.is_main_process:
             logger.warning(
                 "Step %d trains nothing: all of its rollouts were left out (filter/... in metrics.jsonl says why), so "

@@ -116,7 +116,7 @@ class ToRLTrainer(SkippingTrainer):
         With filters the rows of groups that train nothing are replaced in the list that TRL reads afterwards.
         """
         mode, step = self._mode, self._rollouts_step
-        self._stats = RolloutStats()
+        self._stats, self._grading_seconds = RolloutStats(), 0.0
         place = self._recorder.first_place(mode, step, len(prompts))
         seed = hash((self.args.seed, mode == "train", step, place))  # ints: the same in every process
         samples, self._left_out = self._sample(self._inputs, place, seed), []
@@ -158,7 +158,9 @@ class ToRLTrainer(SkippingTrainer):
         filters.drop_rollouts(samples)
         if filters.drops_groups:
             rows, rollouts = [sample.row for sample in samples], [sample.rollout for sample in samples]
+            started = time.perf_counter()
             scores = score(self.reward_funcs, rows, rollouts, trainer_state=self.state)
+            self._grading_seconds += time.perf_counter() - started
             for sample, values in zip(samples, scores, strict=True):
                 sample.scores = values
             normalize_each = self.multi_objective_aggregation == "normalize_then_sum"
@@ -227,9 +229,10 @@ class ToRLTrainer(SkippingTrainer):
         return output
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        micro_batches = self._update_inputs
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed has none where its configuration leaves it out
-            check_gradient(self, float(norm))
+            check_gradient(self, float(norm), micro_batches)
         return norm
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -243,7 +246,7 @@ class ToRLTrainer(SkippingTrainer):
             self._rewards = gather(torch.tensor(scores, device=self.accelerator.device))
         else:
             self._rewards = super()._calculate_rewards(inputs, prompts, *args)
-        self._grading_seconds = time.perf_counter() - started
+        self._grading_seconds += time.perf_counter() - started
         return self._rewards
 
     def _record(self, advantages: torch.Tensor) -> None:
