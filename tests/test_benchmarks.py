@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, checksum, load_benchmark
+from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, benchmark_names, checksum, load_benchmark
 from torl_grading import Grader
 from torl_trl.data import DataError
 
@@ -118,6 +118,21 @@ def test_a_set_of_ones_own_keeps_every_row_and_is_not_checked(tmp_path):
     first, second = (row["problem_id"] for row in loaded.problems[:2])
     assert second == f"{first}-2"
     assert load_benchmark(f"exam={tmp_path / 'mine.jsonl'}").name == "exam"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("aime24", ["aime24"]),
+        ("exam=data/mine.jsonl", ["exam=data/mine.jsonl"]),
+        ("aime24,exam=data/mine.jsonl", ["aime24", "exam=data/mine.jsonl"]),
+        ("data/mine.jsonl", None),
+        ("owner/name", None),
+        ("https://host/file.parquet?part=1", None),
+    ],
+)
+def test_an_evaluation_while_training_is_of_benchmarks_where_it_names_them(text, names):
+    assert benchmark_names(text) == names
 
 
 def test_a_registered_name_given_to_a_file_has_it_checked(data):

@@ -38,6 +38,7 @@ DEFAULTS = {
     **dict.fromkeys(("steps_per_generation", "generation_batch_size", "max_train_problems", "max_eval_problems")),
     **dict.fromkeys(("use_vllm", "vllm_enable_sleep_mode", "fp16", "push_to_hub"), False),
     **dict.fromkeys(("drop_void_turns", "drop_dead_groups", "mask_truncated_completions"), False),
+    **{"accuracy_band": None, "overlong_penalty_tokens": 0},
     **{"num_generations": 16, "per_device_train_batch_size": 16, "max_completion_length": 3072},
     "vllm_mode": "colocate",
 }
@@ -74,6 +75,19 @@ def test_filters_are_left_out_since_a_random_model_would_train_nothing():
     filters = ("drop_void_turns", "drop_dead_groups", "mask_truncated_completions", "refill_limit")
     assert [options[name] for name in filters] == ["false"] * 3 + [0]
     assert left_out == ["the filters, which would leave out all that a random model writes"]
+
+
+@pytest.mark.parametrize(
+    "written", [["--accuracy_band", "0.2", "0.8", "--refill_limit", "2"], ["--drop_void_turns", "true"]]
+)
+def test_whatever_filter_is_on_a_dry_run_has_none_and_parses(written, tmp_path):
+    words = ["--config", "tiny.yaml", "--output_dir", str(tmp_path), "--dry_run", "true", "--loss_type", "dapo"]
+    words += ["--overlong_penalty_tokens", "100"]
+    arguments, left_out = prepare([*words, *written], RECIPES)
+    _, args, _ = parse_arguments(arguments, RECIPES)
+    assert args.accuracy_band in (None, [0, 1]) and args.refill_limit == 0 and not args.drop_void_turns
+    assert args.overlong_penalty_tokens == args.max_completion_length == 64
+    assert any(line.startswith("the filters, ") for line in left_out)
 
 
 def test_servers_are_left_alone_since_they_hold_the_real_model():

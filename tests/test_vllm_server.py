@@ -274,7 +274,8 @@ def test_a_lasting_failure_ends_in_one_sentence_with_url_cause_and_remedy():
 
 
 @pytest.mark.parametrize(
-    ("status", "message"), [(400, "max_tokens is too large"), (404, "no such model"), (401, "set its API key")]
+    ("status", "message"),
+    [(400, "max_tokens is too large"), (404, "no such model"), (401, "set VLLM_API_KEY to its key")],
 )
 def test_a_refused_request_is_an_error_at_once_with_the_servers_words(status, message):
     with StandIn(lambda body: (status, {"error": {"message": message}})) as stand_in, engine_for(stand_in) as engine:
@@ -389,8 +390,9 @@ def test_a_proxy_of_the_environment_diverts_nothing(stand_in, monkeypatch):
         assert len(finished(engine, rows(2))) == 2
 
 
-def test_the_api_key_is_sent(stand_in):
-    with engine_for(stand_in, api_key="secret") as engine:
+def test_the_api_key_is_sent(stand_in, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with engine_for(stand_in) as engine:
         finished(engine, rows(1))
     assert stand_in.headers["Authorization"] == "Bearer secret"
 

@@ -56,7 +56,8 @@ def prepare(arguments: Sequence[str], recipes: Path) -> tuple[list[str], list[st
     logger.info("dry run: %s", ", ".join(f"{name} {value}" for name, value in options.items()))
     for line in left_out:
         logger.info("dry run: without %s", line)
-    return [*words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))], left_out
+    values = {name: value if isinstance(value, list) else [value] for name, value in options.items()}
+    return [*words, *(str(word) for name, value in values.items() for word in (f"--{name}", *value))], left_out
 
 
 def dry_options(
@@ -70,6 +71,8 @@ def dry_options(
     options = {"output_dir": str(Path(output, "dry_run")), "resume_from_checkpoint": "false", "max_steps": STEPS}
     options |= {"eval_steps": STEPS, "logging_steps": 1} | _step(given, processes)
     options |= {name: min(given[name] or limit, limit) for name, limit in LIMITS.items()}
+    if given["overlong_penalty_tokens"]:
+        options["overlong_penalty_tokens"] = min(given["overlong_penalty_tokens"], LIMITS["max_completion_length"])
     if given["push_to_hub"]:
         options["hub_model_id"] = f"{given['hub_model_id'] or Path(output).resolve().name}-dry-run"
     if not gpu:
@@ -85,7 +88,9 @@ def dry_options(
     elif given["use_vllm"] and given["vllm_mode"] == "server":
         leave_out("vllm_mode", "colocate", "vLLM servers, which hold the real model: vLLM runs in this process")
     filters = ("drop_void_turns", "drop_dead_groups", "mask_truncated_completions")
-    if any(given[name] for name in filters):
+    if given["accuracy_band"]:
+        options["accuracy_band"] = [0, 1]
+    if given["accuracy_band"] or any(given[name] for name in filters):
         options |= dict.fromkeys(filters[1:], "false") | {"refill_limit": 0}
         leave_out(filters[0], "false", "the filters, which would leave out all that a random model writes")
     for name, what in (("vllm_enable_sleep_mode", "vLLM's sleep mode"), ("fp16", "fp16")):

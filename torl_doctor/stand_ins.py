@@ -20,7 +20,7 @@ from torl_trl.shares import interpreter_options_of_rank
 
 logger = logging.getLogger(__name__)
 
-SHARED_OPTIONS = ("timeout_seconds", "memory_mb")
+SHARED_OPTIONS = ("timeout_seconds", "memory_mb", "max_output_chars", "max_file_mb")
 """Options that all interpreters have."""
 
 

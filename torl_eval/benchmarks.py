@@ -64,6 +64,8 @@ BENCHMARKS = {
 PAPER_BENCHMARKS = ("aime24", "aime25", "math500", "olympiadbench", "amc23")
 """The five of the paper, in the order of its Table 3."""
 
+_NAMED = re.compile(r"([\w.-]+)=(.+)")
+
 PROBLEM_COLUMNS = ("problem", "question")
 ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth")
 SOLUTION_COLUMN = "solution"
@@ -107,7 +109,7 @@ def load_benchmark(place: str, *, folder: Path | None = None) -> LoadedBenchmark
 def benchmark_names(text: str) -> list[str] | None:
     """The benchmarks that an `eval_dataset_name` lists, or None where it is other data."""
     names = text.split(",")
-    return names if len(names) > 1 or names[0] in BENCHMARKS else None
+    return names if len(names) > 1 or names[0] in BENCHMARKS or _NAMED.fullmatch(text) else None
 
 
 def evaluation_dataset(names: Sequence[str], template: str, *, max_problems: int | None = None) -> datasets.Dataset:
@@ -131,7 +133,7 @@ def evaluation_dataset(names: Sequence[str], template: str, *, max_problems: int
 def _parse(text: str) -> tuple[str, str, str | None, str | None]:
     """Return the name, the place, the subset and the split of `[name=]place[:subset][@split]`."""
     name, place, subset, split = "", text, "", ""
-    if match := re.fullmatch(r"([\w.-]+)=(.+)", text):
+    if match := _NAMED.fullmatch(text):
         name, place = match.groups()
     if place not in BENCHMARKS and not Path(place).expanduser().exists():
         place, _, split = place.partition("@")

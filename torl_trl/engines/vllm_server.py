@@ -16,6 +16,7 @@ ends the step after some 25 s and a frozen one within 40 s, while a turn of a he
 import asyncio
 import logging
 import math
+import os
 import queue
 import random
 import threading
@@ -50,9 +51,9 @@ class _Server:
 
 
 @contextmanager
-def _asking(url: str, api_key: str | None = None) -> Iterator[httpx.Client]:
+def _asking(url: str) -> Iterator[httpx.Client]:
     try:
-        with _client(httpx.Client, url, api_key, _CHECK_SECONDS) as client:
+        with _client(httpx.Client, url, _CHECK_SECONDS) as client:
             _accept(client.get("/health"), url)
             yield client
     except (httpx.TransportError, httpx.InvalidURL) as error:
@@ -66,14 +67,14 @@ def check_health(url: str) -> None:
         return
 
 
-def check_server(url: str, api_key: str | None = None) -> str:
+def check_server(url: str) -> str:
     """Return the name of the model that the server at `url` serves.
 
     Raises `EngineError` when nothing answers there, the server refuses us, or its answers cannot train: without token
     ids, or with logprobs of another distribution than the one that tokens are drawn from.
     """
     try:
-        with _asking(url, api_key) as client:
+        with _asking(url) as client:
             model = _accept(client.get("/v1/models"), url).json()["data"][0]["id"]
             probe = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_k": 1}
             answer = client.post("/v1/completions", json=probe | {"logprobs": 0, "return_token_ids": True})
@@ -115,7 +116,6 @@ class VLLMServerEngine(AbstractContextManager):
         sampling: Sampling,
         *,
         eos_token_ids: list[int],
-        api_key: str | None = None,
         turn_timeout_seconds: float = 1800.0,
         patience_seconds: float = 25.0,
         answer_seconds: float = 10.0,
@@ -127,8 +127,8 @@ class VLLMServerEngine(AbstractContextManager):
         self._eos_token_ids = list(eos_token_ids)
         self._turn_seconds, self._patience = turn_timeout_seconds, patience_seconds
         self._answer_seconds = answer_seconds
-        clients = [_client(httpx.AsyncClient, url, api_key, answer_seconds) for url in urls]
-        models = [check_server(url, api_key) for url in urls]
+        clients = [_client(httpx.AsyncClient, url, answer_seconds) for url in urls]
+        models = [check_server(url) for url in urls]
         self._servers = [_Server(*parts) for parts in zip(urls, models, clients, strict=True)]
         self._places = asyncio.Semaphore(max_in_flight)
         self._turns: set[asyncio.Task[FinishedTurn]] = set()
@@ -252,8 +252,9 @@ class VLLMServerEngine(AbstractContextManager):
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
 
-def _client(kind: type, url: str, api_key: str | None, seconds: float) -> Any:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+def _client(kind: type, url: str, seconds: float) -> Any:
+    key = os.environ.get("VLLM_API_KEY")  # the server's own variable
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No idle connections: for each request httpx looks at all pairs of them. Opening one is nothing next to a turn.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     base_url = url.rstrip("/").removesuffix("/v1")
@@ -277,7 +278,8 @@ def _words(response: httpx.Response) -> str:
 def _accept(response: httpx.Response, url: str) -> httpx.Response:
     if response.is_success:
         return response
-    hint = "set its API key" if response.status_code in (401, 403) else "change the run's or the server's options"
+    refused = response.status_code in (401, 403)
+    hint = "set VLLM_API_KEY to its key" if refused else "change the run's or the server's options"
     raise EngineError(f"The vLLM server at {url} refused a request ({_words(response)}): {hint}.")
 
 
