@@ -1,4 +1,4 @@
-"""Filters, refills and guards, each alone and all together: what they do to the tiny task and to harder ones.
+"""Filters, refills and a second update, each alone and all together: what they do to the tiny task and to harder ones.
 
     python benchmarks/stability.py [--variants 'tiny/*' hard/plus] [--seeds 1 2] [--steps 20] [--folder FOLDER]
 

@@ -26,14 +26,14 @@ def live_groups_by_step(folder: Path) -> Points:
     return [(batch.step, batch.live_groups) for batch in read_sampled(folder)]
 
 
+SHOWN = {"tiny": ("paper", "plus", "clip_higher"), "hard": ("paper", "plus", "void"), "dead": ("paper", "refill")}
+"""The switches whose runs are drawn, by task; more lines could not be told apart."""
 PANELS: tuple[tuple[str, str, str, str, Callable[[Path], Points]], ...] = (
     ("tiny", "Tiny task", "held-out accuracy", "thousand tokens sampled", accuracy_by_tokens),
     ("hard", "Hard task, C = 3", "held-out accuracy", "thousand tokens sampled", accuracy_by_tokens),
     ("dead", "60 % of groups dead", "groups that train", "step", live_groups_by_step),
 )
 """Task, title, units of y and x, and what is drawn of a run."""
-SHOWN = ("paper", "void", "refill", "plus", "plus_once")
-"""The switches whose runs are drawn; more lines could not be told apart."""
 
 
 def draw_stability(runs: Runs, path: Path) -> Path:
@@ -43,10 +43,9 @@ def draw_stability(runs: Runs, path: Path) -> Path:
         style(axes, title, unit, is_share=points_of is accuracy_by_tokens)
         axes.set_xlabel(along)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        for index, switches in enumerate(SHOWN):
-            draw_variant(
-                axes, switches, [points_of(run) for run in runs.get(f"{task}/{switches}", {}).values()], index
-            )
+        for index, switches in enumerate(SHOWN[task]):
+            lines = [points_of(run) for run in runs.get(f"{task}/{switches}", {}).values()]
+            draw_variant(axes, switches, lines, index)
         if points_of is live_groups_by_step:
             axes.set_ylim(bottom=0)
         finish(axes)
