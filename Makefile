@@ -14,7 +14,7 @@ help:
 	@echo "make quality    check style; make style mends it"
 	@echo
 	@echo "Each makes the environment .venv when it is not there. Variables, as in make demo PYTHON=python3.12:"
-	@echo "  PYTHON           the Python to use (3.11 or newer); default: the newest suitable one on PATH"
+	@echo "  PYTHON           the Python to use (3.11 or newer); default: the newest of 3.11 to 3.13 on PATH, else python3"
 	@echo "  TORCH_INDEX_URL  where to take torch from (pip's --index-url); on Linux pip takes the large CUDA build,"
 	@echo "                   the installation page of PyTorch names the index of the small CPU build"
 	@echo "  VLLM=1           add vLLM for CPUs, so that its tests do not skip; needs the CPU build of torch"

@@ -1,7 +1,7 @@
 """A training step of Qwen2.5-Math-1.5B on one GPU, measured: where its time and memory go.
 
     python benchmarks/gpu_step.py [--minutes 8] [--parts full lora versus] [--engine vllm]
-    python benchmarks/gpu_step.py --cpu --results /tmp/gpu_step.json       the same on tiny sizes, in a minute or two
+    python benchmarks/gpu_step.py --cpu --results gpu_step.json       the same on tiny sizes, in a minute or two
 
 Needs no network, no weights and no data: the model has the exact architecture with random weights, and the tiny
 recipe's tokenizer, its vocabulary padded to Qwen's. Random weights never write code, so rollouts are written in

@@ -51,7 +51,7 @@ PROTOCOLS = {
     "paper": {"samples": 1, "temperature": 0.0, "top_p": 1.0},
     "sampled": {"samples": 8, "temperature": 1.0, "top_p": 1.0},
 }
-"""What --protocol means; each option given beside it counts. `paper`: greedy, C = 1, 3072 tokens (its section 3.1)."""
+"""What --protocol means; each option given beside it counts. `paper`: greedy, C = 1 (its section 3.1)."""
 SECONDS_BETWEEN_LOOKS = 2.0
 
 

@@ -53,7 +53,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     add("--answer_column", help=f"default: one of {', '.join(ANSWER_COLUMNS)}, or the box in the solution column")
     add("--tokenizer", default="Qwen/Qwen2.5-Math-1.5B", help="whose tokens --max_prompt_length counts")
     add("--prompt_template", help="a file or a text with {question}; default: ToRL's")
-    add("--max_prompt_length", type=int, default=400, help="in tokens, template included (paper: 400)")
+    add("--max_prompt_length", type=int, default=400, help="in tokens, template included (released code: 400)")
     add("--near_duplicate_threshold", type=float, default=0.6, help="Jaccard similarity of runs of three tokens")
     add("--contamination_threshold", type=float, default=0.85, help="share of a benchmark problem's runs of tokens")
     add("--num_proc", type=int, default=os.cpu_count() or 1, help="processes")

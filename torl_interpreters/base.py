@@ -20,7 +20,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All the variables a program sees, in every backend, beside HOME and TMPDIR (its own folder)."""
+"""All the variables a program sees, in every backend, beside HOME, TMPDIR and MPLCONFIGDIR (its own folder)."""
 
 
 class ExecutionStatus(StrEnum):

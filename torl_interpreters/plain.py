@@ -1,4 +1,4 @@
-"""Tier `plain`: a fresh Python process for every program, with limits and no isolation, where there is no Linux.
+"""Tier `plain`: a fresh Python process for every program, with limits and no isolation: the last resort.
 
 A program runs as our user: it can read and change the files that we can, reach the network, and signal our processes.
 macOS does not enforce the memory limit. A hostile program that leaves its session, drops its environment and closes

@@ -3,7 +3,7 @@
     root   namespaces made with privileges: bubblewrap as root, each program under a user id of its own
     user   namespaces made without privileges (user namespaces): bubblewrap as any user
     none   no namespaces, as in containers that forbid them: Landlock, seccomp and limits
-    plain  a fresh process with limits only, where there is no Linux
+    plain  a fresh process with limits only: the last resort, and the only tier where there is no Linux
 
 What a program sees and can do in each: README.md; what is not covered: embedded.py.
 """

@@ -150,7 +150,7 @@ def run_alone(code, program_source, timeout, max_chars, rlimits, environment, fl
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     cwd=folder,
-                    env=dict(environment, HOME=folder, TMPDIR=folder),
+                    env=dict(environment, HOME=folder, TMPDIR=folder, MPLCONFIGDIR=folder),
                     start_new_session=True,
                     pass_fds=(held,),
                 )

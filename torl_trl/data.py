@@ -79,7 +79,7 @@ def load_problems(
     """Read problems, drop what cannot be trained on, and return the first `max_problems` of the rest, in order.
 
     `name_or_path` is a file, its URL, a folder, or a Hub id (with `subset` for its configuration); a relative path is
-    taken from the working directory. `max_prompt_length` is in tokens (paper: 400). `name` stands in messages;
+    taken from the working directory. `max_prompt_length` is in tokens (released code: 400). `name` stands in messages;
     `report` is filled in. Raises `DataError` for whatever the user can mend.
     """
     report = report if report is not None else LoadReport(name)

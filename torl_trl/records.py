@@ -5,7 +5,7 @@ Each rank turns its rollouts into plain rows (`rollout_row`), rank 0 gathers and
     rollouts/step_000010.parquet         training, the step's number in six digits
     rollouts/eval_step_000010.parquet    evaluation at that step
 
-Ids, reward and other small facts are there at every step. The heavy columns (prompt, completion, ids,
+Problem ids, reward and other small facts are there at every step. The heavy columns (prompt, completion, token ids,
 mask, segments, calls) are null unless the row is `full`.
 """
 

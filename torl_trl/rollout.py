@@ -44,7 +44,7 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
-    """Limits of a rollout; the paper's values are the defaults (C = 1, 3072 tokens)."""
+    """Limits of a rollout; the defaults are the paper's C = 1 and the released code's 3072 tokens."""
 
     max_tool_calls: int = 1
     max_completion_length: int = 3072

@@ -25,7 +25,7 @@ class ToRLScriptArguments(ScriptArguments):
         default=None, metadata={"help": "A text with one {question}, or a file with it. Default: ToRL's own."}
     )
     max_prompt_length: int = field(
-        default=400, metadata={"help": "Longer prompts, in tokens, are dropped. Paper: 400."}
+        default=400, metadata={"help": "Longer prompts, in tokens, are dropped. Released code: 400."}
     )
     max_train_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})
     max_eval_problems: int | None = field(default=None, metadata={"help": "Use only the first ones."})

@@ -2,7 +2,7 @@
 
     python recipes/tiny/make_base.py                 writes recipes/tiny/base
 
-The model is a Qwen2 of 0.9 million parameters with a byte-level tokenizer of Qwen's kind. It reads solved problems
+The model is a Qwen2 of 0.84 million parameters with a byte-level tokenizer of Qwen's kind. It reads solved problems
 (solutions.py) of which most are wrong, each document being a prompt of ToRL's template and one solution.
 benchmarks/tiny_base.py measures it.
 """
