@@ -1,10 +1,14 @@
-"""The launch script in a process of its own, as users start it."""
+"""The launch script, and trainers of two ranks, in processes of their own, as users start them."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from accelerate.utils import is_deepspeed_available
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = str(ROOT / "recipes" / "grpo_torl.py")
@@ -19,6 +23,28 @@ def launch(folder: Path, *words: str, processes: int = 1, env: dict[str, str] | 
     command += [SCRIPT, "--config", "tiny.yaml", "--output_dir", str(folder), *SHORT, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | (env or {})
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+needs_deepspeed = pytest.mark.skipif(
+    not is_deepspeed_available() or not shutil.which("c++"),
+    reason="needs deepspeed, and on a CPU a C++ compiler, with which it builds its collectives",
+)
+
+
+def on_two_ranks(script: str, folder: Path, *words: str, config: str | None = None) -> str:
+    """Run a script of this folder with torchrun, or with an accelerate config of ours; return what it printed."""
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which came with deepspeed
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
+    if config is None:
+        command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        environment["ACCELERATE_USE_CPU"] = "true"  # which the configs say; with DeepSpeed this would switch it off
+    else:
+        command = ["accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+        command += ["--config_file", str(ROOT / "accelerate_configs" / config), "--main_process_port", "0"]
+    command = [sys.executable, "-m", *command, str(ROOT / "tests" / script), str(folder), *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -1,15 +1,10 @@
 """Updates and micro-batches without anything to train: weights, words and metrics, however TRL cuts its batches."""
 
 import logging
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import is_deepspeed_available
+from launching import needs_deepspeed, on_two_ranks
 from test_refill_training import LIVE, VOID, filtering, loss_mask
 from test_trainer import RIGHT
 from transformers import TrainerCallback
@@ -120,31 +115,16 @@ def test_the_schedule_goes_on_through_a_skipped_step(tmp_path, grader):
     assert [line["learning_rate"] for line in lines] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
 
 
-def on_two_processes(folder: Path, config: str) -> list[tuple[float, ...]]:
-    """Loss, gradient norm and learning rate of each step, and whether it was skipped."""
-    root = Path(__file__).parent.parent
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
-    command += ["--config_file", str(root / "accelerate_configs" / config), "--main_process_port", "0"]
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which came with deepspeed
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
-    command += [str(root / "tests" / "two_ranks_filtering.py"), str(folder), "parts"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    names = ("loss", "grad_norm", "learning_rate")
-    return [(*(line[name] for name in names), line["filter/skipped_step"]) for line in train_lines(folder)]
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not is_deepspeed_available() or not shutil.which("c++"),
-    reason="needs deepspeed, and on a CPU a C++ compiler, with which it builds its collectives",
-)
+@needs_deepspeed
 def test_sharded_processes_skip_what_ddp_skips_and_train_the_rest_like_it(tmp_path):
     """DeepSpeed steps inside of its backward pass, so a micro-batch that is left out must not take a step along."""
     lines = {}
     for config in ("ddp.yaml", "zero2.yaml", "zero3.yaml"):
         (tmp_path / config).mkdir()
-        lines[config] = on_two_processes(tmp_path / config, config)
+        on_two_ranks("two_ranks_filtering.py", tmp_path / config, "parts", config=config)
+        names = ("loss", "grad_norm", "learning_rate", "filter/skipped_step")
+        lines[config] = [tuple(line[name] for name in names) for line in train_lines(tmp_path / config)]
     assert 0 < sum(skipped for *_, skipped in lines["ddp.yaml"]) < 8
     for config in ("zero2.yaml", "zero3.yaml"):
         for ours, theirs in zip(lines[config], lines["ddp.yaml"], strict=True):

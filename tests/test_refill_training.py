@@ -3,16 +3,14 @@
 import json
 import logging
 import math
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from launching import on_two_ranks
 from scripted_engine import ScriptedEngine
 from test_trainer import RIGHT, SILENT, WRONG, answer, make_trainer
 from toys import FakeInterpreter, byte_level_tokenizer, ok
@@ -295,13 +293,9 @@ def test_a_resumed_run_with_every_switch_ends_with_the_weights_of_an_unbroken_on
 
 @pytest.mark.parametrize("name", ["uneven", "empty"])
 def test_two_ranks_fill_uneven_steps_and_skip_empty_ones_together(name, tmp_path):
-    """Rank 0 has live groups and rank 1 dead ones, or all are dead; run by torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(Path(__file__).parent / "two_ranks_filtering.py"), str(tmp_path), name]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    sums = {line.split(": ")[1] for line in done.stdout.splitlines() if line.startswith("weights of rank")}
+    """Rank 0 has live groups and rank 1 dead ones, or all are dead."""
+    printed = on_two_ranks("two_ranks_filtering.py", tmp_path, name)
+    sums = {line.split(": ")[1] for line in printed.splitlines() if line.startswith("weights of rank")}
     assert len(sums) == 1  # both ranks end with the same weights
     lines = [line for line in read_metrics(tmp_path) if line["split"] == "train"]
     rows = [row for step in (1, 2) for row in rows_of(tmp_path, step)]

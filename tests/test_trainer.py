@@ -1,17 +1,14 @@
 """ToRLTrainer on TRL: what reaches the loss, the rewards, the metrics and the files."""
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 import trl.trainer.utils
 from datasets import Dataset
+from launching import needs_deepspeed, on_two_ranks
 from scripted_engine import ScriptedEngine
 from toys import FakeInterpreter, byte_level_tokenizer, ok, tiny_model
 from trl import GRPOTrainer
@@ -332,16 +329,14 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(resumed_at, tmp_
     assert torch.equal(weights, resumed)
 
 
-def test_two_ranks_resumed_in_their_second_epoch_are_the_unbroken_run(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(Path(__file__).parent / "two_ranks_resuming.py"), str(tmp_path)]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    ended = {
-        tuple(line.split(" ", 3)[1:3]): line.split(" ", 3)[3] for line in done.stdout.splitlines() if "rank" in line
-    }
-    assert len(ended) == 4 and len(set(ended.values())) == 1
+@pytest.mark.parametrize(
+    "config",
+    [None, *(pytest.param(name, marks=[pytest.mark.slow, needs_deepspeed]) for name in ("zero2.yaml", "zero3.yaml"))],
+)
+def test_two_ranks_resumed_in_their_second_epoch_are_the_unbroken_run(config, tmp_path):
+    printed = on_two_ranks("two_ranks_resuming.py", tmp_path, config=config).splitlines()
+    runs = [line.split(": ")[1] for line in printed if line.startswith("rank")]  # on two ranks, unbroken and resumed
+    assert len(runs) == 4 and len(set(runs)) == 1
 
 
 def test_a_resume_inside_a_generation_cycle_is_said(tmp_path, grader, caplog):

@@ -1,6 +1,6 @@
 """A run of two ranks, unbroken and resumed in its second epoch; each rank prints both runs' problems and weights.
 
-Run by torchrun with a folder. An epoch has 4 steps of 2 problems.
+Run by a launcher with a folder. An epoch has 4 steps of 2 problems.
 """
 
 import os
@@ -43,4 +43,5 @@ if __name__ == "__main__":
         unbroken = run(folder / "unbroken", grader, STEPS)
         run(folder / "broken", grader, BROKEN_AT)
         resumed = run(folder / "broken", grader, STEPS, str(folder / "broken" / f"checkpoint-{BROKEN_AT}"))
-    sys.stdout.write(f"rank {os.environ['RANK']} unbroken {unbroken}\nrank {os.environ['RANK']} resumed {resumed}\n")
+    rank = os.environ["RANK"]
+    sys.stdout.write(f"rank {rank}, unbroken: {unbroken}\nrank {rank}, resumed: {resumed}\n")
