@@ -123,6 +123,11 @@ def test_with_seeds_a_row_draws_the_same_tokens_whatever_else_runs():
     assert together == sampled(rows[::-1], max_batch_size=3)
     assert sampled(rows[4:6]) == {name: together[name] for name in (4, 5)}
     assert together[2] != together[3]  # twins with seeds of their own
+    assert len(rows) >= 6  # so that an ended row stays in the batch for a while
+    first_ends = sampled([replace(rows[0], max_tokens=2), *rows[1:]])
+    assert {name: first_ends[name] for name in range(1, len(rows))} == {
+        name: together[name] for name in range(1, len(rows))
+    }
 
 
 def test_seeded_draws_follow_the_distribution():

@@ -5,6 +5,7 @@ carry the short ones along; what all rows have in common at their start (the pro
 have their own stop strings and their own budget, which `model.generate` does not offer per row.
 """
 
+import itertools
 from typing import Literal
 
 import torch
@@ -96,8 +97,8 @@ class _Batch:
         processors = _logits_processors(self.engine.sampling)
         rows = list(range(len(self.requests)))
         logits, cache, ids, mask = self.prefill(model, device)
-        while True:
-            tokens, logprobs = self.sample(processors, rows, ids, logits)
+        for step in itertools.count():
+            tokens, logprobs = self.sample(processors, rows, step, ids, logits)
             for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
                 if self.reasons[row] is None:
                     self.sampled[row].append(token)
@@ -158,14 +159,14 @@ class _Batch:
         return output.logits[:, -1].float()
 
     def sample(
-        self, processors: LogitsProcessorList, rows: list[int], ids: torch.Tensor, logits: torch.Tensor
+        self, processors: LogitsProcessorList, rows: list[int], step: int, ids: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a token per row; return tokens and their logprobs (rows,)."""
+        """Draw the token of number `step` per row; return tokens and their logprobs (rows,)."""
         logprobs = processors(ids, logits).log_softmax(dim=-1)
         if self.engine.sampling.temperature == 0.0:
             tokens = logprobs.argmax(dim=-1)
         elif self.uniforms is not None:
-            drawn = self.uniforms[rows, len(self.sampled[rows[0]])].to(logprobs.device)
+            drawn = self.uniforms[rows, step].to(logprobs.device)
             sums = logprobs.double().exp().cumsum(dim=-1)
             tokens = torch.searchsorted(sums, (drawn * sums[:, -1])[:, None], right=True).squeeze(1)
         else:
