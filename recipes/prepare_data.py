@@ -95,9 +95,16 @@ def main() -> None:
     for benchmark in named:
         checksum, rows = open_source(benchmark, {"id", "unique_id"})
         benchmarks_checksum.append((benchmark.name, checksum))
+        found = 0
         for number, row in enumerate(rows):
             if problem := problem_of(row, None):
                 benchmarks.add(benchmark.name, str(row.get("id") or row.get("unique_id") or number), problem)
+                found += 1
+        if not found:
+            raise DataError(
+                f"Benchmark {benchmark.title()!r} has no problems that can be read, so that nothing would be free of "
+                f"it: give it a column {' or '.join(PROBLEM_COLUMNS)}."
+            )
 
     with Workers(args.num_proc, benchmarks) as workers, Grader(num_workers=args.num_proc) as grader:
         opened = [(source, *open_source(source, {args.problem_column, args.answer_column})) for source in sources]

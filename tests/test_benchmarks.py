@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from torl_eval.benchmarks import BENCHMARKS, PAPER_BENCHMARKS, benchmark_names, checksum, load_benchmark
+from torl_eval.benchmarks import (
+    BENCHMARKS,
+    PAPER_BENCHMARKS,
+    benchmark_names,
+    checksum,
+    load_benchmark,
+    load_benchmarks,
+)
 from torl_grading import Grader
 from torl_trl.data import DataError
 
@@ -118,6 +125,16 @@ def test_a_set_of_ones_own_keeps_every_row_and_is_not_checked(tmp_path):
     first, second = (row["problem_id"] for row in loaded.problems[:2])
     assert second == f"{first}-2"
     assert load_benchmark(f"exam={tmp_path / 'mine.jsonl'}").name == "exam"
+
+
+def test_two_sets_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "test.jsonl", [{"problem": f"{folder}?", "answer": "1"}])
+    places = [str(tmp_path / folder / "test.jsonl") for folder in ("a", "b")]
+    with pytest.raises(DataError, match="Two benchmarks are called 'test': name one as NAME=PLACE"):
+        load_benchmarks(places)
+    assert [loaded.name for loaded in load_benchmarks([places[0], f"other={places[1]}"])] == ["test", "other"]
 
 
 @pytest.mark.parametrize(

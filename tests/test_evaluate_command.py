@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_server_process import vllm_server
 
+from torl_eval.engines import fingerprint
 from torl_trl.errors import UserError
 from torl_trl.records import read_rollouts
 
@@ -80,8 +81,19 @@ def test_a_folder_with_another_evaluation_is_not_touched(tmp_path):
     evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"}, write=False)
     evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"}, write=True)
     evaluate.claim_folder(tmp_path, {"seed": 1, "model": "a"}, write=True)
-    with pytest.raises(UserError, match=r"other settings \(model 'a'\): give --output_dir"):
+    with pytest.raises(UserError, match=r"other settings \(model 'a'\): give another --output_dir"):
         evaluate.claim_folder(tmp_path, {"seed": 1, "model": "b"}, write=False)
+
+
+def test_weights_that_were_trained_anew_are_another_evaluation(tmp_path):
+    assert fingerprint("owner/model") is None
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"first")
+    first = fingerprint(str(tmp_path))
+    assert first == fingerprint(str(tmp_path))
+    weights.write_bytes(b"other")
+    os.utime(weights, (1, 1))
+    assert fingerprint(str(tmp_path)) != first
 
 
 def test_the_paper_s_protocol_on_a_small_set(tmp_path):

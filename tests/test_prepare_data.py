@@ -241,6 +241,12 @@ def test_columns_can_be_named(tmp_path, prepare):
         prepare("--max_prompt_length", "300", sources=source)
 
 
+def test_a_benchmark_that_cannot_be_read_is_refused(tmp_path, prepare):
+    write_lines(tmp_path / "mine.jsonl", [{"Question": "What is 1 + 2?"}])
+    with pytest.raises(DataError, match=r"^Benchmark .*mine.jsonl' has no problems that can be read"):
+        prepare("--benchmarks", f"aime24={tmp_path / 'mine.jsonl'}")
+
+
 @pytest.mark.parametrize(
     ("text", "source"),
     [

@@ -106,6 +106,17 @@ def load_benchmark(place: str, *, folder: Path | None = None) -> LoadedBenchmark
     return LoadedBenchmark(name, benchmark.title if benchmark else name, problems, found, check)
 
 
+def load_benchmarks(places: Sequence[str], *, folder: Path | None = None) -> list[LoadedBenchmark]:
+    """`load_benchmark` for each, with a warning where one is no known copy. Raises `DataError` for a name twice."""
+    loaded = [load_benchmark(place, folder=folder) for place in places]
+    for benchmark in loaded:
+        if benchmark.check:
+            logger.warning("%s", benchmark.check)
+    if twice := [name for name, count in Counter(benchmark.name for benchmark in loaded).items() if count > 1]:
+        raise DataError(f"Two benchmarks are called {twice[0]!r}: name one as NAME=PLACE.")
+    return loaded
+
+
 def benchmark_names(text: str) -> list[str] | None:
     """The benchmarks that an `eval_dataset_name` lists, or None where it is other data."""
     names = text.split(",")
@@ -118,10 +129,7 @@ def evaluation_dataset(names: Sequence[str], template: str, *, max_problems: int
     The columns are those of `torl_trl.data.load_problems`, and `benchmark`. Raises `DataError`.
     """
     rows = []
-    for name in names:
-        loaded = load_benchmark(name)
-        if loaded.check:
-            logger.warning("%s", loaded.check)
+    for loaded in load_benchmarks(names):
         logger.info("%s: %d problems.", loaded.title, len(loaded.problems[:max_problems]))
         rows += [
             row | {"prompt": render_prompt(template, row["problem"]), "benchmark": loaded.name}

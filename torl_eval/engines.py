@@ -1,7 +1,9 @@
 """The engine that an evaluation generates with: vLLM in this process, vLLM servers, or transformers."""
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -20,6 +22,8 @@ from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine
 from torl_trl.engines.vllm_server import VLLMServerEngine
 from torl_trl.errors import UserError
 from torl_trl.models import load_config, one_sentence
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -74,19 +78,34 @@ def base_of(options: EngineOptions) -> str:
     return json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"]
 
 
+def _revision_of(base: str, options: EngineOptions) -> str | None:
+    """The revision to load `base_of` at; that of the options is the adapter's where the model is one."""
+    return options.revision if base == options.model else "main"
+
+
+def fingerprint(model: str) -> str | None:
+    """What tells a folder's weights from those that it held before: names, sizes and times of its files of weights.
+
+    None for a model from the Hub.
+    """
+    files = [path for pattern in ("*.safetensors", "*.bin") for path in sorted(Path(model).glob(pattern))]
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if files else None
+
+
 def context_of(options: EngineOptions) -> int:
     """How many tokens the model can take, prompt and completion."""
     base = base_of(options)
-    revision = options.revision if base == options.model else None
-    config = load_config(base, revision, options.trust_remote_code)
+    config = load_config(base, _revision_of(base, options), options.trust_remote_code)
     return config.get_text_config().max_position_embeddings
 
 
 def eos_token_ids(options: EngineOptions, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that end a text: the tokenizer's, and those of the model's generation config."""
     ids = {tokenizer.eos_token_id}
+    base = base_of(options)
     with contextlib.suppress(OSError):  # a model without that file
-        more = GenerationConfig.from_pretrained(base_of(options)).eos_token_id
+        more = GenerationConfig.from_pretrained(base, revision=_revision_of(base, options)).eos_token_id
         ids.update([more] if isinstance(more, int) else more or [])
     return sorted(ids)
 
@@ -103,6 +122,10 @@ def open_engine(
     eos = eos_token_ids(options, tokenizer)
     if options.name == "vllm_server":
         with VLLMServerEngine(options.urls, sampling, eos_token_ids=eos) as engine:
+            if others := set(engine.models) - {options.model}:
+                logger.warning(
+                    "The servers serve %s, and the result says %r.", ", ".join(sorted(others)), options.model
+                )
             yield engine
         return
     model = merged_model(options, tokenizer, folder)

@@ -105,7 +105,8 @@ class VLLMServerEngine(AbstractContextManager):
     `--enable-prompt-tokens-details`. Set `sampling` to sample the next requests otherwise. `turn_timeout_seconds`
     bounds a turn, its wait in the server's queue included; a connection or a probe has `answer_seconds`, a failing
     server `patience_seconds`. `max_in_flight` counts over all servers; more requests wait here. Each takes an open
-    file, of which a process often has 1024. Raises `EngineError`, as `check_server` does.
+    file, of which a process often has 1024. `models` are the names that they serve it by. Raises `EngineError`, as
+    `check_server` does.
     """
 
     mode: Literal["continuous"] = "continuous"
@@ -128,8 +129,8 @@ class VLLMServerEngine(AbstractContextManager):
         self._turn_seconds, self._patience = turn_timeout_seconds, patience_seconds
         self._answer_seconds = answer_seconds
         clients = [_client(httpx.AsyncClient, url, answer_seconds) for url in urls]
-        models = [check_server(url) for url in urls]
-        self._servers = [_Server(*parts) for parts in zip(urls, models, clients, strict=True)]
+        self.models = [check_server(url) for url in urls]
+        self._servers = [_Server(*parts) for parts in zip(urls, self.models, clients, strict=True)]
         self._places = asyncio.Semaphore(max_in_flight)
         self._turns: set[asyncio.Task[FinishedTurn]] = set()
         self._watches: set[asyncio.Task[None]] = set()
