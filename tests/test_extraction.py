@@ -87,6 +87,10 @@ ATTACKS = {
     "a box in a comment of code": "```python\n# \\boxed{42}\n```",
     "a box in a string": "```python\nanswer = r'\\boxed{42}'\n```",
     "code without a fence": "print(r'\\boxed{42}')",
+    "code with a bracket in a string": "print(f'a) \\boxed{42}')",
+    "code with brackets in brackets": "print(str((6, (7))), '\\boxed{42}')",
+    "code with brackets that do not close": "print((f'the answer {x} is \\boxed{42}'",
+    "a comment behind code": "print(6 * 7)  # \\boxed{42}",
     "another fence": "~~~python\n\\boxed{42}\n~~~",
     "a fence without a language": "```\n\\boxed{42}\n```",
     "a fence that does not end": "Done.\n```text\n\\boxed{42}",
@@ -104,6 +108,18 @@ ATTACKS = {
 def test_an_attack_is_not_rewarded(grader, name):
     verdict = grader.submit([ATTACKS[name]], "42").result()
     assert (verdict.correct, verdict.score) == (False, -1.0), verdict
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"Running `print(2 * 21)` gives \boxed{42}.",
+        r"By print(f(x, (1))), the answer is $\boxed{42}$.",
+        r"print('6 * (7') prints \boxed{42}",
+    ],
+)
+def test_an_answer_behind_a_call_of_print_in_a_sentence_counts(grader, text):
+    assert grader.submit([text], "42").result().correct
 
 
 @pytest.mark.parametrize(

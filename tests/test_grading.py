@@ -174,6 +174,11 @@ def test_typography_is_no_difference_and_needs_no_algebra(solution, answer):
         (r"\text{east}", r"\text{seat}", "different"),  # an anagram: the same product of letters for math-verify
         ("5", "1" * 401, "too_long"),
         ("5", "$ $", "different"),
+        ("Yes", "yes", "equal"),
+        ("odd", r"\text{Odd}", "equal"),
+        ("no", "on", "different"),
+        ("9" * 5000, "9", "bad_solution"),  # Python itself reads no integer that long
+        ("9" * 5000, "9" * 5000, "equal"),
     ],
 )
 def test_texts_that_differ_are_wrong_or_go_on_to_algebra(solution, answer, reason):

@@ -31,6 +31,7 @@ _BRACKETS = [pair.split() for pair in (r"\langle \rangle", r"\{ \}", "{ }", "( )
 _VECTOR = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?\\end\{\1\}")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _WORDS = re.compile(r"(?=(?:[^A-Za-z]*[A-Za-z]){4})[A-Za-z][A-Za-z .'-]*")
+_SHORT_WORDS = ("yes", "no", "odd")
 _RELATION = re.compile(r"[<>]|!=|\\(?:[lg]eq?(?:slant)?|[lg]t|neq?)(?![a-z])")
 # Prose around formulas, 1, 2, ..., n [MV 14], and what is no mixed number: equal as text or not at all
 _PROSE = re.compile(r"(?<!\\)\$.*(?<!\\)\$|\\[()]|\\\[|\\\](?!.*\\end)|\\[lc]?dots|\.\.\.")
@@ -131,7 +132,8 @@ def same(gold: str, answer: str, algebra: Algebra) -> bool | None:
     if option := _OPTION.fullmatch(words):  # "D", "(D) Alina", "D. it can't be A" [option letters]
         chosen = _OPTION.fullmatch(other_words)
         return chosen is not None and (chosen[1] or chosen[2]) == (option[1] or option[2])
-    if _WORDS.fullmatch(words) or _WORDS.fullmatch(other_words) or _TEXT.fullmatch(gold) or _TEXT.fullmatch(answer):
+    is_text = any(map(_WORDS.fullmatch, (words, other_words))) or any(map(_TEXT.fullmatch, (gold, answer)))
+    if is_text or words.casefold() in _SHORT_WORDS:
         return words.casefold() == other_words.casefold()  # math-verify reads a word as a product of letters
     if _PROSE.search(gold) or _PROSE.search(answer):
         return False
@@ -171,13 +173,14 @@ def same(gold: str, answer: str, algebra: Algebra) -> bool | None:
 
 def compare_texts(solution: str, answer: str) -> Reason | None:
     """Decide by text alone, or return None where algebra has to tell."""
-    if len(answer) > MAX_ANSWER_CHARS:
-        return Reason.EQUAL if answer.strip() == solution.strip() else Reason.TOO_LONG
+    if max(len(answer), len(solution)) > MAX_ANSWER_CHARS:
+        different = Reason.TOO_LONG if len(answer) > MAX_ANSWER_CHARS else Reason.BAD_SOLUTION
+        return Reason.EQUAL if answer.strip() == solution.strip() else different
     gold, given = normalize(solution), normalize(answer)
     verdict = same(gold, given, lambda left, right: None) if given else False
     if verdict is not None:
         return Reason.EQUAL if verdict else Reason.DIFFERENT if given else Reason.UNPARSED
-    if len(solution) > MAX_ANSWER_CHARS or is_too_large(gold):
+    if is_too_large(gold):
         return Reason.BAD_SOLUTION
     return Reason.GUARD if is_too_large(given) else None
 

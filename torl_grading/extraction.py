@@ -10,8 +10,13 @@ from collections.abc import Sequence
 _FENCE = re.compile(r"```|(?m:^[ \t]*~~~)")
 _INLINE = re.compile(r"```[^`\n]*```")
 _CLOSING = {mark: re.compile(rf"(?m)^[ \t]*{mark}(python|output)?") for mark in ("```", "~~~")}
-# Comments of HTML and LaTeX, which no reader sees, and code that was left without a fence.
-_UNREAD = re.compile(r"(?s:<!--.*?(?:-->|\Z))|(?m:^[ \t]*%.*$)|\bprint\(.*")
+_STRINGS = r'"(?:[^"\\\n]|\\.)*+"|' + r"'(?:[^'\\\n]|\\.)*+'"
+_IN_CALL = rf"{_STRINGS}|[^()\"'\n]"
+for _ in range(3):  # brackets in brackets
+    _IN_CALL = rf"{_STRINGS}|[^()\"'\n]|\((?:{_IN_CALL})*+\)"
+# Comments of HTML and LaTeX, which no reader sees, and code that was left without a fence: a call of print with what
+# is in its brackets and a comment behind it, the rest of the line where they do not close.
+_UNREAD = re.compile(rf"(?s:<!--.*?(?:-->|\Z))|(?m:^[ \t]*%.*$)|\bprint\((?:(?:{_IN_CALL})*+\)(?:[ \t]*#.*)?|.*)")
 # Backslashes before "boxed" may be doubled by a model that escapes; any other escaped character is no brace.
 _BRACES = re.compile(
     r"(?s)(\\{1,4}(?:boxed|fbox)\s*\{)"

@@ -132,6 +132,8 @@ def answer_request(solution: str, answer: str | None, soft_seconds: float) -> Re
         return good if same(gold, normalize(answer), algebra) else bad
     except KeyboardInterrupt:  # by the timer; not an `Exception`, which sympy and math-verify would swallow
         return Reason.TIMEOUT
+    except MemoryError:  # caches have filled this process, and every later answer would fail: a new one is started
+        raise
     except Exception:  # sympy raises anything over what it cannot do; then nothing says that the two are equal
         return bad
     finally:
