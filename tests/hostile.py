@@ -253,18 +253,15 @@ time.sleep(1000)
         ("timeout",),
     ),
     Hostile(
-        "shared memory in many processes",
+        "shared memory that outlives the process that wrote it",
         """
 import mmap
-for _ in range(8):
-    if fork() == 0:
-        x = mmap.mmap(-1, 200 << 20)
-        for page in range(0, len(x), 4096): x[page] = 1
-        time.sleep(1000)
-time.sleep(1000)
+attempt('anonymous', lambda: mmap.mmap(-1, 4096))
+attempt('validated', lambda: mmap.mmap(-1, 4096, flags=3 | mmap.MAP_ANONYMOUS))
+attempt('/dev/zero', lambda: mmap.mmap(os.open('/dev/zero', os.O_RDWR), 4096))
+mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+print('done')
 """,
-        ("memory",),
-        ("timeout",),
     ),
     Hostile("memfd", "attempt('memfd', lambda: os.memfd_create('x'))\nprint('done')"),
     Hostile(
@@ -724,7 +721,7 @@ print('done')
         "system calls of 32 bits",
         r"""
 import mmap
-code = mmap.mmap(-1, 4096, prot=7)
+code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
 code.write(b'\x53\xb8\x14\x00\x00\x00\xcd\x80\x5b\xc3')  # getpid
 place = ctypes.addressof(ctypes.c_char.from_buffer(code))
 print('ESCAPED', ctypes.CFUNCTYPE(ctypes.c_int)(place)())

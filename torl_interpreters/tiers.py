@@ -21,7 +21,7 @@ SANDBOX = Path(torl_sandbox.__file__).parent
 """The programs that run beside the model's; started or sent by path, so that they need nothing of this package."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/fonts")
-SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random", "/dev/zero")
+SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random")  # /dev/zero: as no file, see seccomp
 FIRST_UID = 60_000  # where we are root, a slot's programs run under this number plus the slot's: nobody else does
 
 

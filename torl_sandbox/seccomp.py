@@ -13,7 +13,7 @@ import struct
 ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
-ARGUMENTS = (16, 24, 32)  # of these, the low halves: the kernel reads no more of the arguments that are looked at
+ARGUMENTS = (16, 24, 32, 40)  # of these, the low halves: the kernel reads no more of the arguments that are looked at
 
 NEW_NAMESPACES = 0x7E020000  # the CLONE_NEW* flags
 
@@ -55,11 +55,13 @@ ON_ITSELF = table("""
 """)
 # Calls that are looked at: the argument, a mask for it, the values that are denied. Signals by way of a descriptor
 # (F_SETOWN, F_SETSIG and their ioctls) would go to any process, a lease (F_SETLEASE) makes others wait, characters can
-# be put into a terminal's input (TIOCSTI, TIOCLINUX), and a program ends with its slot (PR_SET_PDEATHSIG).
+# be put into a terminal's input (TIOCSTI, TIOCLINUX), a program ends with its slot (PR_SET_PDEATHSIG), and memory that
+# is shared without a file (MAP_SHARED | MAP_ANONYMOUS) stays while any process maps it, and counts in the writer only.
 DENIED_VALUES = {
     "fcntl": (72, 25, 1, 0xFFFFFFFF, (8, 10, 15, 1024)),
     "ioctl": (16, 29, 1, 0xFFFFFFFF, (0x8901, 0x8902, 0x5412, 0x541C)),
     "prctl": (157, 167, 0, 0xFFFFFFFF, (1,)),
+    "mmap": (9, 222, 3, 0x2F, (0x21, 0x23)),
 }
 SOCKETPAIR = (53, 199)  # allowed for AF_UNIX, but not SOCK_DGRAM: such a socket can send to others that have a path
 SOCKET_TYPES = (1, 5)  # SOCK_STREAM, SOCK_SEQPACKET
