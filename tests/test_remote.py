@@ -1,5 +1,6 @@
 """What the remote backends share: results in printed text, the queue, and how often which failure is tried again."""
 
+import asyncio
 import base64
 import json
 import subprocess
@@ -40,6 +41,7 @@ def test_a_result_is_what_stands_behind_its_own_mark():
     assert unwrap(line(FIELDS), "mark ") == ExecutionResult(ExecutionStatus.OK, "1\n", "", 0.5)
     assert unwrap(line(FIELDS), "other ") is None
     assert unwrap(line(FIELDS)[:-9], "mark ") is None
+    assert unwrap(line(FIELDS | {"stdout": "\ud800"}), "mark ").stdout == "?"  # which nothing could write down
 
 
 @pytest.mark.parametrize(
@@ -137,6 +139,24 @@ def test_few_calls_use_few_slots():
         for n in range(5):
             assert interpreter.submit(f"{n}").result(10).stdout == str(n)
         assert set(interpreter.used) == {0}
+
+
+def test_slots_that_could_not_be_made_ready_come_back_when_the_service_does():
+    class Limping(Toy):
+        """Only slot 0 can be made ready, until a call is answered."""
+
+        async def _prepare(self, slot: int) -> None:
+            if slot and not self.used:
+                raise InterpreterUnavailable("not yet")
+
+        async def _attempt(self, slot: int, code: str) -> ExecutionResult:
+            await asyncio.sleep(0.05)
+            return await super()._attempt(slot, code)
+
+    with Limping(slots=3, retries=0) as interpreter:
+        futures = [interpreter.submit("1") for _ in range(9)]
+        assert [future.result(10).stdout for future in futures] == ["1"] * 9
+        assert set(interpreter.used) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("not_ready", [InterpreterUnavailable("gone"), KeyError("a bug")])

@@ -98,7 +98,8 @@ def unwrap(stdout: str, mark: str) -> ExecutionResult | None:
         fields = json.loads(data)
         if {name: type(value) for name, value in fields.items()} != _FIELDS or not 0 <= fields["seconds"] < math.inf:
             return None
-        return ExecutionResult.of(fields)
+        texts = {name: fields[name].encode("utf-8", "replace").decode() for name in ("stdout", "stderr")}
+        return ExecutionResult.of(fields | texts)
     except (ValueError, AttributeError, RecursionError, zlib.error):
         return None
 
@@ -183,7 +184,10 @@ class RemoteInterpreter(base.Interpreter):
 
     def _enqueue(self, *call: Any) -> None:
         self._waiting.append(call)
-        if self._free:
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        for _ in range(min(len(self._free), len(self._waiting))):
             self._in_background(self._work(heapq.heappop(self._free)))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -198,6 +202,7 @@ class RemoteInterpreter(base.Interpreter):
                 await self._patiently(lambda: self._prepare(slot))
                 if self._waiting:  # another worker may have been faster
                     await self._answer(slot, *self._waiting.popleft())
+                    self._start_workers()  # the service answers: for slots that could not be made ready before
         except Exception as error:  # whatever it is, nobody else would tell the callers
             if len(self._free) == self.slots - 1:
                 self._fail_waiting(error)
