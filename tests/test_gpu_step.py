@@ -62,7 +62,8 @@ def test_the_trainers_take_turns_and_the_ratios_are_those_of_neighbours(tmp_path
     assert found["ours/seconds_over_plain"] == pytest.approx(ratio)
     extra = (found["bare/cpu_seconds"] - found["plain/cpu_seconds"]) / WORK.rollouts
     assert found["bare/extra_cpu_seconds_per_rollout"] == pytest.approx(extra)
-    lines = (tmp_path / "ours" / METRICS_NAME).read_text(encoding="utf-8").splitlines()
+    text = (tmp_path / "ours" / METRICS_NAME).read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in text.splitlines()]
     assert len(lines) == 4  # the last turn's steps and the summary
     assert not any(line.get("filter/skipped_step") for line in lines)  # it trains without the speed-ups, too
 
