@@ -322,3 +322,30 @@ def test_a_prompt_that_can_never_fit_is_found_before_training():
     _check_context(trainer, 13)
     with pytest.raises(UserError, match=r"longest prompt has 3 tokens.* vLLM's context of 12"):
         _check_context(trainer, 12)
+
+
+def test_servers_are_not_asked_through_the_environment_s_proxy(monkeypatch):
+    from requests.utils import should_bypass_proxies
+
+    from torl_trl.generation import _without_proxy
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "other")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    _without_proxy(["http://gen:8000", "http://gen:8001", "http://more:8000/prefix"])
+    asked = [f"http://{host}:8000/health" for host in ("gen", "more", "other", "outside")]
+    assert [bool(should_bypass_proxies(url, no_proxy=None)) for url in asked] == [True, True, True, False]
+
+
+def test_the_client_that_pushes_weights_sends_the_servers_key(monkeypatch):
+    from torl_trl.generation import PushClient
+
+    sent = []
+    client = object.__new__(PushClient)
+    client.session = SimpleNamespace(
+        get=lambda url, **options: sent.append(options) or SimpleNamespace(status_code=200, json=dict)
+    )
+    client._get("http://gen:8000/v1/models")
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    client._get("http://gen:8000/v1/models")
+    assert [options["headers"] for options in sent] == [{}, {"Authorization": "Bearer secret"}]

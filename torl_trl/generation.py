@@ -9,7 +9,8 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 from transformers import PreTrainedModel
@@ -21,11 +22,22 @@ from torl_trl.config import ToRLConfig
 from torl_trl.engines.base import Engine, EngineError, Sampling
 from torl_trl.engines.transformers import TransformersEngine
 from torl_trl.engines.vllm import CPU_OPTIONS, VLLMEngine, keep_plain_weights
-from torl_trl.engines.vllm_server import VLLMServerEngine, check_health, wait_for_server
+from torl_trl.engines.vllm_server import (
+    VLLMServerEngine,
+    authorization,
+    check_health,
+    context_of_server,
+    wait_for_server,
+)
 from torl_trl.errors import UserError
+from torl_trl.lora_weights import push_copies
 
 if TYPE_CHECKING:
     from torl_trl.trainer import ToRLTrainer
+
+
+MOST_IN_ENGINE = 1024
+"""Rollouts that vLLM holds at a time; the others queue."""
 
 
 class Generation(Protocol):
@@ -39,6 +51,7 @@ class Generation(Protocol):
 def make_generation(trainer: "ToRLTrainer") -> Generation:
     if not trainer.use_vllm:
         return ModelGeneration(trainer)
+    push_copies(trainer.vllm_generation)
     return ServedVLLM(trainer) if trainer.vllm_mode == "server" else ColocatedVLLM(trainer)
 
 
@@ -148,7 +161,8 @@ def _check_context(trainer: "ToRLTrainer", context: int) -> None:
             raise UserError(
                 f"The longest prompt has {longest} tokens, which with max_completion_length: "
                 f"{trainer.args.max_completion_length} is more than vLLM's context of {context}: lower "
-                "max_completion_length or max_prompt_length, or raise vllm_max_model_length."
+                "max_completion_length or max_prompt_length, or raise vllm_max_model_length (of servers: "
+                "--max-model-len)."
             )
 
 
@@ -160,6 +174,8 @@ class ServedVLLM:
     def __init__(self, trainer: "ToRLTrainer"):
         self._wait_for_everyone = trainer.accelerator.wait_for_everyone
         urls = trainer.args.server_urls()
+        if contexts := list(filter(None, map(context_of_server, urls))):
+            _check_context(trainer, min(contexts))
         _push_to_all(trainer.vllm_generation, urls, trainer.accelerator)
         self._engine = VLLMServerEngine(urls, Sampling(), eos_token_ids=list(trainer.eos_token_ids))
 
@@ -168,6 +184,13 @@ class ServedVLLM:
         self._wait_for_everyone()  # only the main process has waited until the servers have the new weights
         self._engine.sampling = sampling
         yield self._engine
+
+
+class PushClient(VLLMClient):
+    """TRL's, which pushes weights, with the servers' key: it asks them for one thing that needs it."""
+
+    def _get(self, url: str, **options: Any) -> dict:
+        return super()._get(url, headers=authorization(), **options)
 
 
 def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerator) -> None:
@@ -179,7 +202,7 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
     if accelerator.is_main_process:
         clients = [trl.vllm_client]
         for number, url in enumerate(urls[1:], start=1):
-            client = VLLMClient(url, group_port=trl.group_port + number, connection_timeout=trl.server_timeout)
+            client = PushClient(url, group_port=trl.group_port + number, connection_timeout=trl.server_timeout)
             client.init_communicator(device=accelerator.device)
             clients.append(client)
     from requests.exceptions import RequestException  # TRL's client needs it, vLLM brings it
@@ -206,23 +229,30 @@ def _push_to_all(trl: vllm_generation.VLLMGeneration, urls: list[str], accelerat
 def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
     """Around `GRPOTrainer.__init__`, which makes the vLLM objects: what its options do not cover.
 
-    TRL takes one server, and waits for ever where something else answers. On a CPU its `LLM` needs other options.
+    TRL takes one server, without a key, and waits for ever where something else answers, such as the environment's
+    proxy. It asks for as many places in the engine as a step has rollouts, of which vLLM refuses more than 4096. On a
+    CPU its `LLM` needs other options.
     """
     if not args.use_vllm:
         yield
         return
     if importlib.util.find_spec("vllm") is None:
         raise UserError("use_vllm is true and there is no vllm: install requirements.txt, or set use_vllm: false.")
-    llm, urls = vllm_generation.LLM, args.vllm_server_base_url
+    llm, client, urls = vllm_generation.LLM, vllm_generation.VLLMClient, args.vllm_server_base_url
+    others: dict[str, Any] = {}
     if args.vllm_mode == "server":
+        _without_proxy(args.server_urls())
         for url in args.server_urls():
             wait_for_server(url, args.vllm_server_timeout)
         args.vllm_server_base_url = args.server_urls()[0]
     elif args.use_cpu or not torch.accelerator.is_available():
         keep_plain_weights()
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; vLLM's default is half of the memory
-        on_cpu = CPU_OPTIONS | {"max_num_batched_tokens": None}  # as many as the context: TRL says 4096
-        vllm_generation.LLM = lambda **options: llm(**options | on_cpu)
+        others = CPU_OPTIONS | {"max_num_batched_tokens": None}  # as many as the context: TRL says 4096
+    vllm_generation.VLLMClient = PushClient
+    vllm_generation.LLM = lambda **options: llm(
+        **options | {"max_num_seqs": min(options["max_num_seqs"], MOST_IN_ENGINE)} | others
+    )
     try:
         yield
     except RuntimeError as error:
@@ -230,4 +260,11 @@ def vllm_for_trl(args: ToRLConfig) -> Iterator[None]:
             raise UserError(f"Weights cannot be pushed to the server. {error}") from error
         raise
     finally:
-        vllm_generation.LLM, args.vllm_server_base_url = llm, urls
+        vllm_generation.LLM, vllm_generation.VLLMClient, args.vllm_server_base_url = llm, client, urls
+
+
+def _without_proxy(urls: list[str]) -> None:
+    """The environment's proxy is for the outside world: TRL's client would ask our servers through it."""
+    hosts = sorted({urlsplit(url).hostname or "" for url in urls})
+    for name in ("NO_PROXY", "no_proxy"):
+        os.environ[name] = ",".join([*filter(None, [os.environ.get(name)]), *hosts])

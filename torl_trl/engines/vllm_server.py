@@ -67,6 +67,12 @@ def check_health(url: str) -> None:
         return
 
 
+def context_of_server(url: str) -> int | None:
+    """How many tokens the server at `url` takes, prompt and completion. Raises `EngineError`."""
+    with _asking(url) as client:
+        return _accept(client.get("/v1/models"), url).json()["data"][0].get("max_model_len")
+
+
 def check_server(url: str) -> str:
     """Return the name of the model that the server at `url` serves.
 
@@ -253,14 +259,18 @@ class VLLMServerEngine(AbstractContextManager):
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
 
+def authorization() -> dict[str, str]:
+    """The header with the servers' key, from the variable that they read themselves."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def _client(kind: type, url: str, seconds: float) -> Any:
-    key = os.environ.get("VLLM_API_KEY")  # the server's own variable
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     # No idle connections: for each request httpx looks at all pairs of them. Opening one is nothing next to a turn.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     base_url = url.rstrip("/").removesuffix("/v1")
     # trust_env: the environment's proxy is for the outside world, not for our servers.
-    return kind(base_url=base_url, headers=headers, limits=limits, timeout=seconds, trust_env=False)
+    return kind(base_url=base_url, headers=authorization(), limits=limits, timeout=seconds, trust_env=False)
 
 
 def _describe(error: Exception) -> str:
