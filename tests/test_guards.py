@@ -259,8 +259,12 @@ def test_the_batch_that_is_kept_has_all_generation_batches_of_the_update(tmp_pat
 def test_an_infinite_gradient_is_the_loss_scale_s_business_whoever_chose_fp16(precision, tmp_path, grader):
     trainer = make_trainer(tmp_path, grader)
     trainer.accelerator.state._mixed_precision = precision  # as `accelerate launch --mixed_precision` does
+    trainer.accelerator.scaler = SimpleNamespace(get_scale=lambda: 2.0)
     assert not trainer.args.fp16
     with contextlib.nullcontext() if precision == "fp16" else pytest.raises(DivergenceError):
+        check_gradient(trainer, math.inf, [])
+    trainer.accelerator.scaler = SimpleNamespace(get_scale=lambda: 0.5)
+    with pytest.raises(DivergenceError):  # it helps no longer
         check_gradient(trainer, math.inf, [])
 
 

@@ -9,13 +9,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import ModelConfig, TrlParser
 
 from torl_trl.checkpoints import is_whole, last_whole_checkpoint
 from torl_trl.config import ToRLConfig
+from torl_trl.data import on_main_process
 from torl_trl.engines.base import EngineError
 from torl_trl.errors import UserError
 from torl_trl.script_arguments import ToRLScriptArguments
@@ -101,7 +102,12 @@ def _checkpoint(args: ToRLConfig) -> str | None:
     if name is None or str(name).lower() == "false":
         return None
     if str(name).lower() == "true":
-        last = last_whole_checkpoint(Path(args.output_dir))
+        last = on_main_process(lambda: last_whole_checkpoint(Path(args.output_dir)))
+        if last is not None and not is_whole(last):
+            raise UserError(
+                f"The main process resumes from {str(last)!r}, which rank {args.process_index} does not have: give "
+                "all machines an output_dir on one disk."
+            )
         logger.info("resume_from_checkpoint: %s", last or f"no whole checkpoint in {args.output_dir!r}, a new run")
         return None if last is None else str(last)
     if not Path(name).is_dir():
@@ -147,24 +153,25 @@ def check_keys(parser: RecipeParser, path: Path) -> None:
     if not isinstance(config, dict):
         raise UserError(f"{path.name} holds a {type(config).__name__}: write one `key: value` per line.")
     actions = {action.dest: action for action in parser._actions}
+    hints = {name: hint for parsed in parser.dataclass_types for name, hint in get_type_hints(parsed).items()}
     config.pop("env", None)  # environment variables, set by TRL's parser
     for key, value in config.items():
         if key not in actions:
             raise UserError(f"{path.name} has the unknown key {key!r}{_suggestion(str(key), set(actions))}.")
         if key.endswith("_strategy") and isinstance(value, bool):
             raise UserError(f'{path.name}: {key} is {value!r}, as YAML reads a bare no; write "no" in quotes.')
-        if not _is_value(actions[key], value):
+        if not _is_value(actions[key], hints.get(key), value):
             raise UserError(f"{path.name}: {key} is {value!r}; give {_kind(actions[key])}.")
 
 
-def _is_value(action: argparse.Action, value: Any) -> bool:
+def _is_value(action: argparse.Action, hint: Any, value: Any) -> bool:
     """Whether a value from a YAML is one that the option's converter takes; YAML values never meet it otherwise."""
     if value is None:
         return action.type not in (int, float) or action.default is None  # the first are numbers that are not optional
     if action.nargs in ("+", "*") and isinstance(value, list):
-        return all(_is_value(action, item) for item in value)
-    if isinstance(value, list | dict):
-        return _takes(action, "text")  # options that take mappings take their JSON text too
+        return all(_is_value(action, hint, item) for item in value)
+    if isinstance(value, list | dict):  # options that take them take their JSON text too, so that the hint must tell
+        return any((get_origin(part) or part) is type(value) for part in (hint, *get_args(hint)))
     return _takes(action, str(value)) and value == value  # a number that is not equal to itself is NaN
 
 

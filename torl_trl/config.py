@@ -172,6 +172,8 @@ class ToRLConfig(GRPOConfig):
         if isinstance(self.hang_timeout, (int, float)) and 0 < self.hang_timeout < math.inf:
             self.ddp_timeout = max(self.ddp_timeout, math.ceil(self.hang_timeout) + 60)
         super().__post_init__()
+        if self.deepspeed_plugin is not None:  # else bfloat16, which would lose small gradients of later micro-batches
+            self.deepspeed_plugin.deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         self._check_processes()
         self.interpreter_options = self._parsed_interpreter_options()
         self._check_choices()

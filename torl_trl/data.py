@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
 import httpx
@@ -103,7 +103,10 @@ def load_problems(
     return datasets.Dataset.from_list(problems)
 
 
-def on_main_process(load: Callable[[], datasets.Dataset]) -> datasets.Dataset:
+T = TypeVar("T")
+
+
+def on_main_process(load: Callable[[], T]) -> T:
     """Call `load` on the main process and give its result to all: a verdict that ran out of time on one rank alone
     would give the ranks different problems."""
     box = [load() if PartialState().is_main_process else None]

@@ -23,8 +23,9 @@ def check_gradient(trainer: "ToRLTrainer", norm: float, micro_batches: Sequence[
 
     To be called by all ranks, which see the same norm, after the last micro-batch of a step and before the optimizer.
     Each rank writes its micro-batches to `output_dir`/diverged_step_N_rank_R.pt, a dict to `torch.load`: `step`,
-    `grad_norm` and `micro_batches`, the inputs of its loss. Without fp16: there the loss scale makes gradients
-    infinite now and then, and such an update is left out. (DeepSpeed has made its update by now; nothing saves it.)
+    `grad_norm` and `micro_batches`, the inputs of its loss. With fp16 the loss scale makes gradients infinite now and
+    then, and such an update is left out, which helps no longer when that scale is below 1. (DeepSpeed has made its
+    update by now; nothing saves it.)
     """
     args, step = trainer.args, trainer.state.global_step + 1
     if norm >= 0 and math.isfinite(norm):  # DeepSpeed's -1 stands for infinity
@@ -32,7 +33,10 @@ def check_gradient(trainer: "ToRLTrainer", norm: float, micro_batches: Sequence[
             return
         what = f"{norm:.4g}, above stop_at_grad_norm: {args.stop_at_grad_norm:g}"
     elif trainer.accelerator.mixed_precision == "fp16":  # which a launcher may have set
-        return
+        scaler = trainer.accelerator.scaler  # None with DeepSpeed, which stops at its smallest scale by itself
+        if scaler is None or scaler.get_scale() >= 1:
+            return
+        what = f"{norm} although the loss scale fell to {scaler.get_scale():g}, and every update is left out"
     else:
         what = f"{norm}, which would have made every weight useless"
     folder = Path(args.output_dir)
