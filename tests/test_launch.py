@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -14,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.utils import is_deepspeed_available
-from launching import ROOT, SCRIPT, SHORT, launch, metrics
+from launching import ROOT, SCRIPT, SHORT, launch, metrics, needs_deepspeed
 from transformers import AutoModelForCausalLM
 
 from torl_trl.records import read_rollouts
@@ -116,11 +114,6 @@ STEP = ("--num_generations", "8", "--per_device_train_batch_size", "8")
 STEP += ("--prompts_per_step", "16", "--gradient_accumulation_steps", "8")  # the latter as derived for two processes
 SEVEN_B = json.dumps(yaml.safe_load((ROOT / "recipes" / "qwen7b.yaml").read_text(encoding="utf-8"))["deepspeed"])
 
-needs_deepspeed = pytest.mark.skipif(
-    not is_deepspeed_available() or not shutil.which("c++"),
-    reason="needs deepspeed, and on a CPU a C++ compiler, with which it builds its collectives",
-)
-
 
 def start(config: str, folder: Path, *words: str, machine: int | None = None, port: int = 0) -> subprocess.Popen:
     """Two steps of the tiny recipe in `folder` on two processes, or those of one of two machines."""
@@ -214,6 +207,19 @@ def test_sharding_that_cannot_work_is_refused_with_a_sentence(words, message, tm
     errors = process.communicate(timeout=600)[1]
     assert process.returncode != 0
     assert any(line.startswith(f"Error: {message}") for line in errors.splitlines()), errors[-3000:]
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_micro_batches_are_added_up_in_float32_where_accelerate_sets_deepspeed(tmp_path):
+    words = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 ACCELERATE_USE_DEEPSPEED=true"
+    program = (
+        "from torl_trl import ToRLConfig; config = ToRLConfig(output_dir='x', use_cpu=True, bf16=False); "
+        "print(config.deepspeed_plugin.deepspeed_config['data_types'])"
+    )
+    environment = os.environ | dict(word.split("=") for word in words.split())
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert "{'grad_accum_dtype': 'fp32'}" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -184,10 +184,10 @@ class RemoteInterpreter(base.Interpreter):
 
     def _enqueue(self, *call: Any) -> None:
         self._waiting.append(call)
-        self._start_workers()
+        self._start_worker()
 
-    def _start_workers(self) -> None:
-        for _ in range(min(len(self._free), len(self._waiting))):
+    def _start_worker(self) -> None:
+        if self._free:
             self._in_background(self._work(heapq.heappop(self._free)))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -202,7 +202,8 @@ class RemoteInterpreter(base.Interpreter):
                 await self._patiently(lambda: self._prepare(slot))
                 if self._waiting:  # another worker may have been faster
                     await self._answer(slot, *self._waiting.popleft())
-                    self._start_workers()  # the service answers: for slots that could not be made ready before
+                    if len(self._waiting) > 1:  # the service answers, and slots could not be made ready before
+                        self._start_worker()
         except Exception as error:  # whatever it is, nobody else would tell the callers
             if len(self._free) == self.slots - 1:
                 self._fail_waiting(error)
