@@ -21,7 +21,8 @@ SANDBOX = Path(torl_sandbox.__file__).parent
 """The programs that run beside the model's; started or sent by path, so that they need nothing of this package."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/fonts")
-SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random")  # /dev/zero: as no file, see seccomp
+SYSTEM_PATHS = (*SYSTEM_FOLDERS, *SYSTEM_FILES, "/dev/urandom", "/dev/random")
+WITHOUT_ZERO = ("--dev-bind", "/dev/null", "/dev/zero")  # mapped, it is shared memory without a file: see seccomp.py
 FIRST_UID = 60_000  # where we are root, a slot's programs run under this number plus the slot's: nobody else does
 
 
@@ -86,7 +87,19 @@ def server_command(tier: Tier, settings: str) -> list[str]:
         command += ["--unshare-user", "--uid", str(FIRST_UID), "--gid", str(FIRST_UID)]
     else:
         command += ["--cap-add", "ALL"]
-    command += ["--hostname", "sandbox", "--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--tmpfs", "/tmp"]
+    command += [
+        "--hostname",
+        "sandbox",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *WITHOUT_ZERO,
+        "--perms",
+        "1777",
+        "--tmpfs",
+        "/tmp",
+    ]
     above_python = [str(parent) for path in python_folders() for parent in reversed(Path(path).parents[:-1])]
     for folder in ("/etc", "/packages", *dict.fromkeys(above_python)):  # bubblewrap's own: closed to another user id
         command += ["--perms", "0755", "--dir", folder]
