@@ -214,7 +214,8 @@ def test_sharding_that_cannot_work_is_refused_with_a_sentence(words, message, tm
 def test_micro_batches_are_added_up_in_float32_where_accelerate_sets_deepspeed(tmp_path):
     words = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 ACCELERATE_USE_DEEPSPEED=true"
     program = (
-        "from torl_trl import ToRLConfig; config = ToRLConfig(output_dir='x', use_cpu=True, bf16=False, num_generations=8); "
+        "from torl_trl import ToRLConfig; "
+        "config = ToRLConfig(output_dir='x', use_cpu=True, bf16=False, num_generations=8); "
         "print(config.deepspeed_plugin.deepspeed_config['data_types'])"
     )
     environment = os.environ | dict(word.split("=") for word in words.split())
