@@ -33,17 +33,26 @@ needs_deepspeed = pytest.mark.skipif(
 )
 
 
+def accelerate_launch(config: str, port: int = 0) -> list[str]:
+    """The start of a command: two processes in float32 with one of our configs."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
+    return [*command, "--config_file", str(ROOT / "accelerate_configs" / config), "--main_process_port", str(port)]
+
+
+def launch_environment() -> dict[str, str]:
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which came with deepspeed
+    return os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
+
+
 def on_two_ranks(script: str, folder: Path, *words: str, config: str | None = None) -> str:
     """Run a script of this folder with torchrun, or with an accelerate config of ours; return what it printed."""
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which came with deepspeed
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
+    environment = launch_environment()
     if config is None:
-        command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         environment["ACCELERATE_USE_CPU"] = "true"  # which the configs say; with DeepSpeed this would switch it off
     else:
-        command = ["accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
-        command += ["--config_file", str(ROOT / "accelerate_configs" / config), "--main_process_port", "0"]
-    command = [sys.executable, "-m", *command, str(ROOT / "tests" / script), str(folder), *words]
+        command = accelerate_launch(config)
+    command += [str(ROOT / "tests" / script), str(folder), *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

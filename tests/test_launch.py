@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from launching import ROOT, SCRIPT, SHORT, launch, metrics, needs_deepspeed
+from launching import ROOT, SCRIPT, SHORT, accelerate_launch, launch, launch_environment, metrics, needs_deepspeed
 from transformers import AutoModelForCausalLM
 
 from torl_trl.records import read_rollouts
@@ -109,7 +109,6 @@ def test_a_rank_that_fails_in_its_rollouts_fails_all_at_once(tmp_path):
 
 # --- two processes, as `accelerate launch` starts them with each of our configs ------------------------------------
 
-CONFIGS = ROOT / "accelerate_configs"
 STEP = ("--num_generations", "8", "--per_device_train_batch_size", "8")
 STEP += ("--prompts_per_step", "16", "--gradient_accumulation_steps", "8")  # the latter as derived for two processes
 SEVEN_B = json.dumps(yaml.safe_load((ROOT / "recipes" / "qwen7b.yaml").read_text(encoding="utf-8"))["deepspeed"])
@@ -117,15 +116,12 @@ SEVEN_B = json.dumps(yaml.safe_load((ROOT / "recipes" / "qwen7b.yaml").read_text
 
 def start(config: str, folder: Path, *words: str, machine: int | None = None, port: int = 0) -> subprocess.Popen:
     """Two steps of the tiny recipe in `folder` on two processes, or those of one of two machines."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)]
-    command += ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", str(port)]
+    command = accelerate_launch(config, port)
     if machine is not None:
         command += ["--machine_rank", str(machine), "--main_process_ip", "127.0.0.1"]
     command += [SCRIPT, "--config", "tiny.yaml", "--output_dir", str(folder), *SHORT, *STEP, *words]
-    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # ninja, which came with deepspeed
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": tools}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=folder, env=launch_environment(), stdout=pipe, stderr=pipe, text=True)
 
 
 def finish(process: subprocess.Popen) -> str:

@@ -301,21 +301,27 @@ def first_token_reward(rollouts, **columns):
     return [float(rollout.completion_ids[0] % 5) for rollout in rollouts]
 
 
+def train_to(folder, grader, max_steps, checkpoint=None, **options):
+    """A real model's run to `max_steps`, from a checkpoint if one is given; its trainer."""
+    trainer = make_trainer(
+        folder,
+        grader,
+        interpreter=FakeInterpreter(lambda code: ok("1")),
+        rewards=[AccuracyReward(grader), first_token_reward],
+        trainer_class=ToRLTrainer,
+        max_completion_length=10,
+        max_steps=max_steps,
+        save_strategy="steps",
+        **options,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
 @pytest.mark.parametrize("resumed_at", [2, 4, 6])  # inside the first epoch of 4 steps, at its end, in the second
 def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(resumed_at, tmp_path, grader):
     def run(folder, max_steps, checkpoint=None):
-        trainer = make_trainer(
-            folder,
-            grader,
-            interpreter=FakeInterpreter(lambda code: ok("1")),
-            rewards=[AccuracyReward(grader), first_token_reward],
-            trainer_class=ToRLTrainer,
-            max_completion_length=10,
-            max_steps=max_steps,
-            save_strategy="steps",
-            save_steps=resumed_at,
-        )
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer = train_to(folder, grader, max_steps, checkpoint, save_steps=resumed_at)
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
     def problems(folder):
@@ -340,12 +346,10 @@ def test_two_ranks_resumed_in_their_second_epoch_are_the_unbroken_run(config, tm
 
 
 def test_a_resume_inside_a_generation_cycle_is_said(tmp_path, grader, caplog):
-    options = {"trainer_class": ToRLTrainer, "interpreter": FakeInterpreter(lambda code: ok("1"))}
-    options |= {"max_completion_length": 10, "num_iterations": 2, "save_strategy": "steps", "save_steps": 2}
-    make_trainer(tmp_path, grader, max_steps=3, **options).train()  # a run saves at its end, too
+    options = {"num_iterations": 2, "save_steps": 2}
+    train_to(tmp_path, grader, 3, **options)  # a run saves at its end, too
     for step, said in ((2, 0), (3, 1)):
-        again = make_trainer(tmp_path, grader, max_steps=4, **options)
-        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        train_to(tmp_path, grader, 4, str(tmp_path / f"checkpoint-{step}"), **options)
         assert caplog.text.count("lies inside a generation cycle of 2 micro-steps") == said
 
 

@@ -7,30 +7,17 @@ import os
 import sys
 from pathlib import Path
 
-from test_trainer import first_token_reward, make_trainer
-from toys import FakeInterpreter, ok
+from test_trainer import train_to
 
 from torl_grading import Grader
-from torl_trl import AccuracyReward, ToRLTrainer
 from torl_trl.records import read_rollouts
 
 BROKEN_AT, STEPS = 5, 8
 
 
 def run(folder: Path, grader: Grader, max_steps: int, checkpoint: str | None = None) -> str:
-    trainer = make_trainer(
-        folder,
-        grader,
-        interpreter=FakeInterpreter(lambda code: ok("1")),
-        rewards=[AccuracyReward(grader), first_token_reward],
-        trainer_class=ToRLTrainer,
-        per_device_train_batch_size=4,
-        max_completion_length=10,
-        max_steps=max_steps,
-        save_strategy="steps",
-        save_steps=BROKEN_AT,
-    )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    options = {"per_device_train_batch_size": 4, "save_steps": BROKEN_AT}
+    trainer = train_to(folder, grader, max_steps, checkpoint, **options)
     files = [folder / "rollouts" / f"step_{step:06d}.parquet" for step in range(1, max_steps + 1)]
     problems = [sorted(set(read_rollouts(file)["problem_id"].to_pylist())) for file in files]
     weights = sum(parameter.double().abs().sum().item() for parameter in trainer.model.parameters())

@@ -185,6 +185,11 @@ class ToRLConfig(GRPOConfig):
             self._check_vllm()
 
     @property
+    def generation_cycle(self) -> int:
+        """Micro-steps that train on one generation batch, which no checkpoint keeps: saves belong between them."""
+        return self.steps_per_generation * self.num_iterations
+
+    @property
     def device(self) -> torch.device:
         """Without the index that accelerate gives a rank's CPU: torch reads no optimizer's state to `cpu:0`."""
         device = super().device
@@ -320,7 +325,7 @@ class ToRLConfig(GRPOConfig):
                 raise UserError(f"{name} is {value!r}: give a number above 0, or remove it.")
         if self.temperature <= 0:
             raise UserError(f"temperature is {self.temperature!r}: training samples, give a value above 0.")
-        cycle = self.steps_per_generation * self.num_iterations
+        cycle = self.generation_cycle
         every = self.save_steps if self.save_steps >= 1 else math.ceil(self.save_steps * max(self.max_steps, 0))
         if self.save_strategy == "steps" and every * self.gradient_accumulation_steps % cycle:
             raise UserError(

@@ -115,7 +115,7 @@ class Recorder:
     def _is_full(self, step: int) -> bool:
         """Whether the step's texts are kept; a generation batch that serves several steps counts for each of them."""
         args = self._args
-        steps_per_batch = args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+        steps_per_batch = args.generation_cycle // args.gradient_accumulation_steps
         return step == 1 or step % args.save_rollouts_every < max(1, steps_per_batch)
 
     def _benchmark_averages(self, samples: Sequence[Sample], group_size: int) -> dict[str, Ratio]:

@@ -59,7 +59,7 @@ class ResumingTrainer(GRPOTrainer):
             return
         if self._refill is not None:
             self._refill.load(Path(checkpoint))
-        cycle = self.args.steps_per_generation * self.num_iterations
+        cycle = self.args.generation_cycle
         if self.state.global_step * self.args.gradient_accumulation_steps % cycle:
             logger.warning(
                 "%s lies inside a generation cycle of %d micro-steps: the rollouts of its last step are not kept, so "

@@ -22,12 +22,12 @@ _OVER_TOKENS = ("entropy", "kl", "cispo_clip_ratio", "vespo/phi_seq_mean")
 class SkippingTrainer(PushingTrainer):
     """GRPOTrainer that leaves the weights alone where nothing trains: AdamW moves them without gradients, too."""
 
+    _tokens: Sequence[int] = ()
+    """That train, of all ranks, in each micro-batch of the present generation batch; none before the first."""
+
     def __init__(self, *args: Any, **kwargs: Any):
         self._update_inputs: list[dict[str, Any]] = []  # of the present update's micro-batches, once through the model
         super().__init__(*args, **kwargs)
-
-    _tokens: Sequence[int] = ()
-    """That train, of all ranks, in each micro-batch of the present generation batch; none before the first."""
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         before = self._buffered_inputs

@@ -67,10 +67,14 @@ def check_health(url: str) -> None:
         return
 
 
+def _served(client: httpx.Client, url: str) -> dict[str, Any]:
+    return _accept(client.get("/v1/models"), url).json()["data"][0]
+
+
 def context_of_server(url: str) -> int | None:
     """How many tokens the server at `url` takes, prompt and completion. Raises `EngineError`."""
     with _asking(url) as client:
-        return _accept(client.get("/v1/models"), url).json()["data"][0].get("max_model_len")
+        return _served(client, url).get("max_model_len")
 
 
 def check_server(url: str) -> str:
@@ -81,7 +85,7 @@ def check_server(url: str) -> str:
     """
     try:
         with _asking(url) as client:
-            model = _accept(client.get("/v1/models"), url).json()["data"][0]["id"]
+            model = _served(client, url)["id"]
             probe = {"model": model, "prompt": [0], "max_tokens": 1, "temperature": 1.0, "top_k": 1}
             answer = client.post("/v1/completions", json=probe | {"logprobs": 0, "return_token_ids": True})
     except (ValueError, LookupError, TypeError) as error:
